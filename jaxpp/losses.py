@@ -1,0 +1,29 @@
+"""Losses: sums over valid tokens, in float32; the executor divides by the global count once.
+
+Legend: B microbatch size, T sequence, V vocabulary.
+"""
+
+from typing import Any
+
+import jax
+import jax.numpy as jnp
+
+IGNORE = -100  # label of a token that carries no loss
+
+
+def cross_entropy(logits_BTV: jax.Array, labels_BT: jax.Array) -> jax.Array:
+    """Sum over valid tokens of the negative log likelihood, float32 []; labels equal to IGNORE count nothing."""
+    logits_BTV = logits_BTV.astype(jnp.float32)
+    valid_BT = labels_BT != IGNORE
+    chosen_BT = jnp.take_along_axis(logits_BTV, jnp.where(valid_BT, labels_BT, 0)[..., None], axis=-1)[..., 0]
+    return jnp.sum(jnp.where(valid_BT, jax.nn.logsumexp(logits_BTV, axis=-1) - chosen_BT, 0.0))
+
+
+def token_loss(head: Any, embed: Any, stream: Any, microbatch: dict[str, jax.Array]) -> jax.Array:
+    """The default loss: cross entropy of the head's logits against the microbatch's labels, summed over valid tokens."""
+    return cross_entropy(head(stream, embed), microbatch["labels"])
+
+
+def count_valid(labels: jax.Array) -> jax.Array:
+    """Number of labels that carry a loss, float32 []."""
+    return jnp.sum(labels != IGNORE).astype(jnp.float32)
