@@ -120,20 +120,29 @@ def eval_step(pipeline: Pipeline, params: Placed, batch: dict[str, jax.Array]) -
     return _mapped(pipeline, _evaluate, specs)(params, batch, tables, _chunk_table(params), None, None)
 
 
-def new_workspace(pipeline: Pipeline, params: Placed, batch: dict, key: jax.Array | None = None) -> Tree:
-    """A ring for `train_step`, zeros [DP*S, slots, ...] sharded over the ranks. Arguments may be abstract."""
-    data, pipe = pipeline.mesh.shape[DATA], pipeline.mesh.shape[PIPE]
+def workspace_spec(pipeline: Pipeline, params: Placed, batch: dict, key: Any = None) -> tuple[Tree, Tree]:
+    """Shapes of one rank's ring and of the stream; arguments may be abstract, and the mesh too."""
+    data = pipeline.mesh.shape[DATA]
+    compute = jnp.dtype(pipeline.precision.compute)
+    found = []
 
-    def local(params: Placed, batch: dict, key: jax.Array | None) -> Tree:
-        compute = jnp.dtype(pipeline.precision.compute)
+    def trace(params: Placed, batch: dict, key: Any) -> None:
         weights, outer = jax.tree.map(lambda a: _cast(a, compute), (params.blocks, params.outer))
         weights = jax.tree.map(lambda a: a[0], weights)
-        return _shapes(pipeline, weights, outer, jax.tree.map(lambda a: a[:, : a.shape[1] // data], batch), key)
+        rows = jax.tree.map(lambda a: a[:, : a.shape[1] // data], batch)
+        found.append(_shapes(pipeline, weights, outer, rows, key))
 
-    found = []
-    jax.eval_shape(lambda *args: found.append(local(*args)), params, batch, key)
+    jax.eval_shape(trace, params, batch, key)
+    return found[0].ring, found[0].stream
+
+
+def new_workspace(pipeline: Pipeline, params: Placed, batch: dict, key: Any = None) -> Tree:
+    """A ring for `train_step`, zeros [DP*S, slots, ...] sharded over the ranks. Arguments may be abstract."""
+    ranks = pipeline.mesh.shape[DATA] * pipeline.mesh.shape[PIPE]
     sharding = NamedSharding(pipeline.mesh, PartitionSpec((DATA, PIPE)))
-    return jax.tree.map(lambda a: jnp.zeros((data * pipe, *a.shape), a.dtype, device=sharding), found[0].ring)
+    ring, _ = workspace_spec(pipeline, params, batch, key)
+    make = lambda: jax.tree.map(lambda a: jnp.zeros((ranks, *a.shape), a.dtype), ring)
+    return jax.jit(make, out_shardings=jax.tree.map(lambda _: sharding, ring))()
 
 
 def _mapped(pipeline: Pipeline, body: Callable, out_specs: Tree) -> Callable:
@@ -361,7 +370,7 @@ def _train(
     ctx = _context(pipeline, dims, params, batch, chunk_table, key)
     shapes = _shapes(pipeline, ctx.weights, ctx.outer, batch, key)
     schedule, link = pipeline.schedule, pipeline.wire
-    on_wire = jax.tree.map(lambda a: jax.ShapeDtypeStruct(a.shape, _wire_dtype(a, link.dtype)), shapes.stream)
+    on_wire = wire.on_wire(link, shapes.stream)
     accumulators = jax.tree.map(lambda a: jnp.zeros(a.shape, pipeline.precision.accumulate), (ctx.weights, ctx.outer))
     carry = {
         "ring": jax.tree.map(lambda a: a[0], ring),
@@ -390,10 +399,6 @@ def _train(
     losses = jax.lax.psum(carry["losses"], (DATA, PIPE))
     grads = _reduce(pipeline, dims, params, carry["blocks"], carry["outer"])
     return jnp.sum(losses), losses, grads, jax.tree.map(lambda a: a[None], carry["ring"])
-
-
-def _wire_dtype(a: jax.ShapeDtypeStruct, dtype: str) -> Any:
-    return jnp.dtype(dtype) if jnp.issubdtype(a.dtype, jnp.floating) else a.dtype
 
 
 def _reduce(pipeline: Pipeline, dims: dict, params: Placed, blocks: list, outer: dict) -> Placed:
@@ -513,7 +518,7 @@ def _evaluate(
     ctx = _context(pipeline, dims, params, batch, chunk_table, key)
     shapes = _shapes(pipeline, ctx.weights, ctx.outer, batch, key)
     link = pipeline.wire
-    on_wire = jax.tree.map(lambda a: jax.ShapeDtypeStruct(a.shape, _wire_dtype(a, link.dtype)), shapes.stream)
+    on_wire = wire.on_wire(link, shapes.stream)
 
     def tick(carry: tuple[Tree, jax.Array], row: tuple[dict]) -> tuple[tuple[Tree, jax.Array], None]:
         arrived, total = carry

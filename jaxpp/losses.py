@@ -20,7 +20,7 @@ def cross_entropy(logits_BTV: jax.Array, labels_BT: jax.Array) -> jax.Array:
 
 
 def token_loss(head: Any, embed: Any, stream: Any, microbatch: dict[str, jax.Array]) -> jax.Array:
-    """The default loss: cross entropy of the head's logits against the microbatch's labels, summed over valid tokens."""
+    """The default loss: cross entropy of the head's logits against the labels, summed over valid tokens."""
     return cross_entropy(head(stream, embed), microbatch["labels"])
 
 

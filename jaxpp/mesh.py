@@ -5,6 +5,7 @@ Axes: `data` (replicas of the pipeline) and `pipe` (stages) are manual in the pr
 
 import os
 from collections.abc import Sequence
+from typing import Any
 
 import jax
 import numpy as np
@@ -19,8 +20,8 @@ _EMULATION = {
 }
 
 
-def emulate_devices(count: int) -> None:
-    """Make the CPU look like `count` devices: sets XLA_FLAGS and JAX_PLATFORMS, keeping flags that are set already.
+def set_host_devices(count: int) -> None:
+    """Make the CPU look like `count` devices where JAX runs on it: sets XLA_FLAGS, keeping limits that are set already.
 
     Must run before the first JAX operation: later it is ignored by JAX, and `make_mesh` then says how many there are.
     """
@@ -30,10 +31,16 @@ def emulate_devices(count: int) -> None:
             flags = [flag for flag in flags if not flag.startswith(name)]
             flags.append(f"{name}={value.format(count=count)}")
     os.environ["XLA_FLAGS"] = " ".join(flags)
+
+
+def emulate_devices(count: int) -> None:
+    """Run on the CPU as `count` devices, whatever else there is; as `set_host_devices`, before JAX starts."""
+    set_host_devices(count)
     os.environ["JAX_PLATFORMS"] = "cpu"
+    jax.config.update("jax_platforms", "cpu")
 
 
-def make_mesh(pipe: int = 1, data: int = 1, devices: Sequence[jax.Device] | None = None) -> jax.sharding.Mesh:
+def make_mesh(pipe: int = 1, data: int = 1, devices: Sequence[Any] | None = None) -> jax.sharding.Mesh:
     """A mesh of data x pipe devices, stages next to each other.
 
     Args: pipe, stages S; data, replicas; devices, default all of JAX's.

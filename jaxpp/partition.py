@@ -1,8 +1,9 @@
 """Which layers stand on which stage, and where every parameter rests.
 
-Layers are dealt in order to the global chunks g = c*S + s (chunk c of rank s). A chunk has K **places**, as many as the
-largest chunk has layers; a place that holds no layer is zeros and its slot is skipped. Place k is one block module whose
-leaves are stacked [S, C, ...] and sharded over the pipe axis. Embedding and head ("outer") are sharded over it at rest.
+Layers are dealt in order to the global chunks g = c*S + s (chunk c of rank s). A chunk has K **places**, as many as
+the largest chunk has layers; a place that holds no layer is zeros and its slot is skipped. Place k is one block module
+whose leaves are stacked [S, C, ...] and sharded over the pipe axis. Embedding and head ("outer") are sharded over it
+at rest.
 
 Legend: S stages, C chunks a stage, K places a chunk, L layers.
 """

@@ -10,6 +10,7 @@ from difflib import get_close_matches
 from typing import Any, NamedTuple
 
 import jax
+from jax.core import Tracer
 
 Tree = Any
 POLICIES = {"dots": "dots_saveable"}  # our names for policies of jax.checkpoint_policies
@@ -63,7 +64,7 @@ def forward(layer: Callable, weights: Tree, stream: Tree, known: Tree) -> tuple[
     for leaf in leaves:
         if id(leaf) in at:
             source.append(at[id(leaf)])
-        elif isinstance(leaf, jax.core.Tracer):
+        elif isinstance(leaf, Tracer):
             source.append(None)
             kept.setdefault(id(leaf), leaf)  # the same array may be needed twice and is kept once
             source[-1] = ("kept", list(kept).index(id(leaf)))

@@ -38,6 +38,12 @@ def spec_of(payload: Tree) -> Tree:
     return jax.tree.map(lambda a: jax.ShapeDtypeStruct(jnp.shape(a), jnp.result_type(a)), payload)
 
 
+def on_wire(wire: Wire, spec: Tree) -> Tree:
+    """The spec of what arrives forward: floating tensors in the wire's dtype."""
+    floats = lambda a: jnp.issubdtype(a.dtype, jnp.inexact)
+    return jax.tree.map(lambda a: jax.ShapeDtypeStruct(a.shape, wire.dtype if floats(a) else a.dtype), spec)
+
+
 def check(spec: Tree, payload: Tree, stage: str) -> None:
     """Compare what a stage hands to a transfer with the declared spec: count, structure, shapes, dtypes.
 

@@ -1,0 +1,258 @@
+"""The training loop: state on the mesh, one jitted step, validation, and what a run reports.
+
+Legend: B microbatch size, T sequence, M microbatches, DP data ranks.
+"""
+
+import time
+from collections.abc import Callable, Iterator
+from dataclasses import dataclass
+from functools import partial
+from typing import Any, NamedTuple, cast
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+import optax
+from jax.sharding import Mesh, NamedSharding, PartitionSpec
+
+from jaxpp import data, executor, optim, partition, precision, schedules, wire
+from jaxpp.config import Config, Sizes
+from jaxpp.executor import Pipeline
+from jaxpp.mesh import DATA
+from jaxpp.metrics import Log
+from jaxpp.partition import Placed
+
+Tree = Any
+VALIDATION_BATCHES = 8
+Build = Callable[[jax.Array], Any]  # key -> model with embed, blocks, head
+
+
+class State(NamedTuple):
+    """What a step changes: parameters, optimizer state, the number of steps done, and the executor's workspace."""
+
+    params: Placed
+    opt_state: Tree
+    step: jax.Array
+    workspace: Tree
+
+
+@dataclass(frozen=True)
+class Run:
+    """Everything of a run that does not change: the options, the sizes, the mesh and what is built from them."""
+
+    config: Config
+    sizes: Sizes
+    mesh: Any
+    layout: partition.Layout
+
+    @property
+    def pipeline(self) -> Pipeline:
+        """The executor's description of the pipeline."""
+        c, s = self.config, self.sizes
+        chosen = precision.resolve(c.dtype, c.pipeline_dtype, c.grad_pipeline_dtype, c.fp32_residual)
+        table = schedules.build(c.schedule_name, s.pipe, s.microbatches, c.virtual_pipeline_parallel)
+        return Pipeline(table, self.mesh, chosen, c.remat)
+
+    @property
+    def rate(self) -> Callable[[Any], jax.Array]:
+        """The learning rate of a step."""
+        c = self.config
+        return optim.learning_rate(
+            c.lr_decay_style, c.learning_rate, c.min_learning_rate, c.warmup_iterations, c.num_iteration
+        )
+
+    @property
+    def optimizer(self) -> optax.GradientTransformation:
+        """The optimizer, without clipping: the step clips with the norm that it reports."""
+        return optim.make(self.config.optimizer, self.rate, self.config.weight_decay, 0.0)
+
+    def batch_spec(self) -> dict[str, jax.ShapeDtypeStruct]:
+        """Shapes of a batch, int32 [M, DP*B, T]."""
+        shape = (self.sizes.microbatches, self.sizes.rows, self.sizes.length)
+        return {name: jax.ShapeDtypeStruct(shape, jnp.int32) for name in ("tokens", "labels")}
+
+    def key_spec(self) -> jax.ShapeDtypeStruct | None:
+        """Shape of a step's key; None without dropout."""
+        return jax.eval_shape(lambda: jax.random.key(0)) if self.config.dropout else None
+
+
+def make_run(config: Config, sizes: Sizes, mesh: Any, layers: int) -> Run:
+    """Describe a run. Raises ValueError where layers, stages and chunks do not fit."""
+    return Run(config, sizes, mesh, partition.split_layers(layers, sizes.pipe, config.virtual_pipeline_parallel))
+
+
+def placed_spec(run: Run, build: Build) -> Placed:
+    """Shapes of the placed parameters; nothing is allocated."""
+    return jax.eval_shape(lambda: partition.stack(build(jax.random.key(0)), run.layout))
+
+
+def initial_state(run: Run, build: Build) -> State:
+    """Parameters, optimizer state and workspace, each made on the devices where it rests."""
+    spec = placed_spec(run, build)
+    at_rest = partition.shardings(spec, run.mesh)
+    make = jax.jit(lambda key: partition.stack(build(key), run.layout), out_shardings=at_rest)
+    params = make(jax.random.key(run.config.seed))
+    opt_spec = jax.eval_shape(run.optimizer.init, spec)
+    like_params = optax.tree_utils.tree_map_params(
+        run.optimizer, lambda _, s: s, opt_spec, at_rest, transform_non_params=lambda _: _everywhere(run.mesh)
+    )
+    opt_state = jax.jit(run.optimizer.init, out_shardings=like_params)(params)
+    step = jax.device_put(jnp.zeros((), jnp.int32), _everywhere(run.mesh))
+    workspace = executor.new_workspace(run.pipeline, spec, run.batch_spec(), run.key_spec())
+    return State(params, opt_state, step, workspace)
+
+
+def _everywhere(mesh: Mesh) -> NamedSharding:
+    return NamedSharding(mesh, PartitionSpec())
+
+
+def make_step(run: Run) -> Callable[[State, dict], tuple[State, dict[str, jax.Array]]]:
+    """The jitted training step: gradients, clipping, update; the state is donated.
+
+    The metrics are loss, grad_norm (before clipping) and learning_rate, float32 [].
+    """
+    config, pipeline, optimizer, rate = run.config, run.pipeline, run.optimizer, run.rate
+
+    def step(state: State, batch: dict[str, jax.Array]) -> tuple[State, dict[str, jax.Array]]:
+        key = None
+        if config.dropout:
+            key = jax.random.fold_in(jax.random.key(config.seed), state.step)
+        result = executor.train_step(pipeline, state.params, batch, key, state.workspace)
+        norm = optim.global_norm(result.grads)
+        grads = result.grads
+        if config.clip_grad:
+            scale = jnp.minimum(1.0, config.clip_grad / jnp.maximum(norm, 1e-12))
+            grads = jax.tree.map(lambda g: g * scale, grads)
+        # optax's types know no trees but their own
+        updates, opt_state = optimizer.update(cast(Any, grads), state.opt_state, cast(Any, state.params))
+        params = cast(Placed, optax.apply_updates(cast(Any, state.params), updates))
+        metrics = {"loss": result.loss, "grad_norm": norm, "learning_rate": rate(state.step)}
+        return State(params, opt_state, state.step + 1, result.workspace), metrics
+
+    return jax.jit(step, donate_argnums=0)
+
+
+def put_batch(run: Run, batch: dict[str, np.ndarray]) -> dict[str, jax.Array]:
+    """Place a batch on the mesh, rows over the data axis."""
+    return jax.device_put(batch, NamedSharding(run.mesh, PartitionSpec(None, DATA)))
+
+
+def load_corpus(config: Config, vocab_size: int) -> tuple[np.ndarray, np.ndarray, str]:
+    """Training and validation tokens, and their description. Raises ValueError for files that cannot be used."""
+    if config.input_bin is None:
+        if config.input_val_bin is not None:
+            raise ValueError("input_val_bin is given without input_bin: give both, or neither for Python's own source")
+        train, validation = data.default_corpus()
+        return train, validation, f"Python's own source ({len(train) / 1e6:.1f} MB, byte tokens)"
+    train = data.read_tokens(config.input_bin, vocab_size)
+    if config.input_val_bin is not None:
+        validation = data.read_tokens(config.input_val_bin, vocab_size, option="input_val_bin")
+    else:  # the last twentieth is held out
+        train, validation = np.split(train, [len(train) - len(train) // 20])
+    return train, validation, f"{config.input_bin} ({len(train):,} tokens)"
+
+
+def validation_set(run: Run, tokens: np.ndarray) -> list[dict[str, np.ndarray]]:
+    """The fixed batches that validation runs over."""
+    s = run.sizes
+    option = "input_bin" if run.config.input_val_bin is None else "input_val_bin"
+    return data.validation_batches(tokens, s.microbatches, s.rows, s.length, VALIDATION_BATCHES, option=option)
+
+
+def check_corpus(run: Run, train_tokens: np.ndarray, validation_tokens: np.ndarray) -> None:
+    """Check that both texts hold at least one row. Raises ValueError with the numbers."""
+    s = run.sizes
+    data.Batches(train_tokens, s.microbatches, s.rows, s.length, run.config.seed)
+    validation_set(run, validation_tokens)
+
+
+def make_eval(run: Run) -> Callable[[Placed, list[dict]], float]:
+    """A function (params, batches) -> mean loss of a valid token, through the pipeline forward only."""
+    evaluate = jax.jit(partial(executor.eval_step, run.pipeline))
+
+    def mean(params: Placed, batches: list[dict]) -> float:
+        sums = [evaluate(params, put_batch(run, batch)) for batch in batches]
+        total, count = np.asarray(jax.device_get(sums), np.float64).sum(axis=0)
+        return float(total / count)
+
+    return mean
+
+
+def train(run: Run, build: Build, corpus: tuple[np.ndarray, np.ndarray], log: Log) -> State:
+    """Train from scratch.
+
+    Args: build, key -> model; corpus, training and validation tokens.
+    Returns: the last state. Every step and validation is logged; the step's numbers are fetched while the next one
+    runs, so that the host is never waited for.
+    """
+    config, s = run.config, run.sizes
+    train_tokens, validation_tokens = corpus
+    batches = data.Batches(train_tokens, s.microbatches, s.rows, s.length, config.seed)
+    held_out = validation_set(run, validation_tokens)
+    wire.self_test(run.mesh, run.pipeline.wire)
+    state, step, evaluate = initial_state(run, build), make_step(run), make_eval(run)
+    report = _reporter(run, log)
+    for i in range(config.num_iteration):
+        state, metrics = step(state, put_batch(run, batches.at(i)))
+        last = i + 1 == config.num_iteration
+        validate = last or (config.val_loss_every and (i + 1) % config.val_loss_every == 0)
+        report(i + 1, metrics, flush=bool(validate))
+        if validate:
+            value = evaluate(state.params, held_out)
+            log.write({"step": i + 1, "val_loss": value})
+            log.say(f"step {i + 1}  validation loss {value:.4f}")
+            report(None, None, flush=True)
+    return state
+
+
+def _reporter(run: Run, log: Log) -> Callable:
+    """Log each step once its numbers are there: those of step i while step i+1 runs, or at once when flushing."""
+    waiting: list[tuple[int, dict]] = []
+    clock = [time.perf_counter()]
+
+    def report(step: int | None, metrics: dict | None, flush: bool) -> None:
+        if step is not None and metrics is not None:
+            waiting.append((step, metrics))
+        while len(waiting) > (0 if flush else 1):
+            number, values = waiting.pop(0)
+            found = {name: float(value) for name, value in jax.device_get(values).items()}
+            now = time.perf_counter()
+            seconds, clock[0] = now - clock[0], now
+            speed = {"tokens_per_second": run.sizes.tokens / seconds, "step_seconds": seconds}
+            log.step({"step": number, **found, **speed})
+        if step is None:
+            clock[0] = time.perf_counter()  # validation is no step's time
+
+    return report
+
+
+def continuation(model: Any, prompt: np.ndarray, count: int, length: int, key: jax.Array) -> Iterator[int]:
+    """Sample tokens after a prompt, one at a time, at temperature 0.8, without a cache.
+
+    Args: model, layer by layer on one device; prompt, int [n], n < length; length, of the window that is attended to.
+    """
+
+    @jax.jit
+    def next_token(model: Any, tokens_BT: jax.Array, last: jax.Array, key: jax.Array) -> jax.Array:
+        microbatch = {"tokens": tokens_BT}
+        stream = model.embed(microbatch, None)
+        for block in model.blocks:
+            stream = block(stream, microbatch, None)
+        return jax.random.categorical(key, model.head(stream, model.embed)[0, last] / 0.8)
+
+    tokens = [int(t) for t in prompt]
+    for i in range(count):
+        window = tokens[-length:]
+        padded = np.zeros((1, length), np.int32)
+        padded[0, : len(window)] = window
+        tokens.append(int(next_token(model, padded, len(window) - 1, jax.random.fold_in(key, i))))
+        yield tokens[-1]
+
+
+def parameter_count(spec: Placed) -> int:
+    """Number of parameters of the model, tied ones once and empty places not at all."""
+    layout = spec.layout
+    places = layout.stages * layout.chunks
+    sizes = [sum(int(np.prod(a.shape)) for a in jax.tree.leaves(block)) // places for block in spec.blocks[:1]]
+    outer = sum(int(np.prod(a.shape)) for a in jax.tree.leaves(spec.outer))
+    return outer + sizes[0] * sum(layout.layers)

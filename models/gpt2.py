@@ -1,0 +1,101 @@
+"""GPT-2 (Radford et al. 2019): learned positions, pre-norm blocks, tied embedding and head.
+
+Legend: B microbatch size, T sequence, D model, V vocabulary.
+"""
+
+from dataclasses import dataclass
+
+import jax
+from flax import nnx
+
+from models.attention import Attention, dropout
+from models.dense import normal, project
+from models.mlp import GeluMLP
+from models.norm import LayerNorm
+
+
+@dataclass(frozen=True)
+class GPT2Config:
+    """Sizes of a GPT-2.
+
+    dropout: of embeddings, attention weights and both branches of a block, while training. tied: the head uses the
+    embedding's table. std: of initial weights.
+    """
+
+    vocab_size: int = 50257
+    positions: int = 1024
+    layers: int = 12
+    dim: int = 768
+    heads: int = 12
+    dropout: float = 0.0
+    tied: bool = True
+    std: float = 0.02
+
+
+PRESETS = {
+    "gpt2-tiny": GPT2Config(vocab_size=256, positions=256, layers=8, dim=128, heads=4, std=0.05),
+    "gpt2": GPT2Config(),
+    "gpt2-medium": GPT2Config(layers=24, dim=1024, heads=16),
+    "gpt2-large": GPT2Config(layers=36, dim=1280, heads=20),
+    "gpt2-xl": GPT2Config(layers=48, dim=1600, heads=25),
+}
+
+
+class Embed(nnx.Module):
+    """Token and position embeddings."""
+
+    def __init__(self, key: jax.Array, config: GPT2Config) -> None:
+        tokens, positions = jax.random.split(key)
+        self.tokens = nnx.Param(normal(tokens, (config.vocab_size, config.dim), config.std))
+        self.positions = nnx.Param(normal(positions, (config.positions, config.dim), config.std / 2))
+        self.rate = config.dropout
+
+    def __call__(self, microbatch: dict[str, jax.Array], key: jax.Array | None) -> jax.Array:
+        tokens_BT = microbatch["tokens"]
+        x_BTD = self.tokens[...][tokens_BT] + self.positions[...][: tokens_BT.shape[1]]
+        return dropout(x_BTD, self.rate, key)
+
+
+class Block(nnx.Module):
+    """Attention and MLP, each after a norm and added to the residual stream."""
+
+    def __init__(self, key: jax.Array, config: GPT2Config) -> None:
+        attention, mlp = jax.random.split(key)
+        std = config.std
+        out_std = std / (2 * config.layers) ** 0.5  # so that the residual stream's variance does not grow with depth
+        head_dim = config.dim // config.heads
+        self.norm1, self.norm2 = LayerNorm(config.dim), LayerNorm(config.dim)
+        self.attention = Attention(
+            attention, config.dim, config.heads, config.heads, head_dim, True, std, out_std, config.dropout
+        )
+        self.mlp = GeluMLP(mlp, config.dim, 4 * config.dim, std, out_std)
+        self.rate = config.dropout
+
+    def __call__(self, x_BTD: jax.Array, microbatch: dict[str, jax.Array], key: jax.Array | None) -> jax.Array:
+        keys = (None, None, None) if key is None or self.rate == 0.0 else jax.random.split(key, 3)
+        x_BTD = x_BTD + dropout(self.attention(self.norm1(x_BTD), keys[0]), self.rate, keys[1])
+        return x_BTD + dropout(self.mlp(self.norm2(x_BTD)), self.rate, keys[2])
+
+
+class Head(nnx.Module):
+    """Final norm and projection to the vocabulary, by the embedding's table where tied."""
+
+    def __init__(self, key: jax.Array, config: GPT2Config) -> None:
+        self.norm = LayerNorm(config.dim)
+        if not config.tied:
+            self.table = nnx.Param(normal(key, (config.vocab_size, config.dim), config.std))
+        self.tied = config.tied
+
+    def __call__(self, x_BTD: jax.Array, embed: Embed) -> jax.Array:
+        table_VD = embed.tokens[...] if self.tied else self.table[...]
+        return project(self.norm(x_BTD), table_VD.T)
+
+
+class GPT2(nnx.Module):
+    """The whole model: `embed`, `blocks`, `head`, as the library asks of a model."""
+
+    def __init__(self, key: jax.Array, config: GPT2Config) -> None:
+        embed, head, blocks = jax.random.split(key, 3)
+        self.embed = Embed(embed, config)
+        self.blocks = nnx.List([Block(jax.random.fold_in(blocks, i), config) for i in range(config.layers)])
+        self.head = Head(head, config)
