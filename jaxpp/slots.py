@@ -1,0 +1,307 @@
+"""What a slot does: a chunk's forward, and its backward with loss and embedding, as one rank sees them.
+
+`jax.vjp` is taken one layer at a time inside a slot; what F must keep for B goes into the ring. There is no collective
+inside a slot, since neighbours may take different branches.
+
+Legend: B microbatch size, T sequence, D model, V vocabulary; S stages, C chunks a stage, K places a chunk,
+M microbatches. "stream" is what blocks hand on (a pytree, usually x_BTD); "outer" is embedding and head.
+"""
+
+from collections.abc import Callable
+from dataclasses import dataclass
+from functools import partial
+from typing import Any, NamedTuple
+
+import jax
+import jax.numpy as jnp
+from jax.sharding import Mesh
+
+from jaxpp import partition, remat, wire
+from jaxpp.losses import count_valid, token_loss
+from jaxpp.mesh import DATA, PIPE
+from jaxpp.partition import Placed
+from jaxpp.precision import Precision
+from jaxpp.schedules import IDLE, Schedule
+
+Tree = Any
+
+
+@dataclass(frozen=True)
+class Pipeline:
+    """How a step is run; see `value_and_grad` for the fields."""
+
+    schedule: Schedule
+    mesh: Mesh
+    precision: Precision
+    remat: str = "dots"
+    loss: Callable = token_loss
+
+    @property
+    def wire(self) -> wire.Wire:
+        """The transfers between this pipeline's stages."""
+        s, p = self.schedule, self.precision
+        return wire.Wire(PIPE, s.stages, p.wire, p.grad_wire, wrap=s.chunks > 1)
+
+
+class Context(NamedTuple):
+    """What every slot of a rank sees; built once a step, before the scan.
+
+    uneven: some places hold no layer. batch: this data rank's [M, B, ...]. key: of the step, or None.
+    weights: K modules, leaves [C, ...], outer: embedding and head, both in the compute dtype.
+    counts, first: int32 [C], layers of each chunk and the first one's index. count: float32 [], valid tokens of all
+    microbatches and data ranks.
+    """
+
+    pipeline: Pipeline
+    uneven: bool
+    batch: dict[str, jax.Array]
+    key: jax.Array | None
+    weights: list
+    outer: dict
+    counts: jax.Array
+    first: jax.Array
+    count: jax.Array
+
+    def chunk_weights(self, c: jax.Array) -> list:
+        if self.pipeline.schedule.chunks == 1:
+            return jax.tree.map(lambda a: a[0], self.weights)
+        return jax.tree.map(lambda a: at(a, c), self.weights)
+
+    def known(self, c: jax.Array, m: jax.Array) -> list:
+        """(microbatch, key) for the layer of each place: what the B slot can build again."""
+        microbatch = at(self.batch, m)
+        return [(microbatch, self.layer_key(m, self.first[c] + k)) for k in range(len(self.weights))]
+
+    def layer_key(self, m: jax.Array, layer: jax.Array | int) -> jax.Array | None:
+        """The key of one layer (-1: the embedding) for one microbatch: the same for any number of stages."""
+        if self.key is None:
+            return None
+        row = m * self.pipeline.mesh.shape[DATA] + jax.lax.axis_index(DATA)
+        return jax.random.fold_in(jax.random.fold_in(self.key, row), layer + 1)
+
+    def embed(self, m: jax.Array, embed: Any) -> Tree:
+        return _embed(self.pipeline, embed, at(self.batch, m), self.layer_key(m, -1))
+
+
+def _embed(pipeline: Pipeline, embed: Any, microbatch: dict, key: jax.Array | None) -> Tree:
+    stream = embed(microbatch, key)
+    residual = pipeline.precision.residual
+    return stream if residual == "compute" else jax.tree.map(lambda a: cast(a, residual), stream)
+
+
+def make_context(pipeline: Pipeline, dims: dict, params: Placed, batch: dict, chunk_table: dict, key: Any) -> Context:
+    """Gather and cast what the slots read. Runs inside the map."""
+    compute = jnp.dtype(pipeline.precision.compute)
+
+    def gather(a: jax.Array, dim: int) -> jax.Array:
+        a = cast(a, compute)
+        whole = dim == partition.WHOLE or pipeline.schedule.stages == 1
+        return a if whole else jax.lax.all_gather(a, PIPE, axis=dim, tiled=True)
+
+    count = jax.lax.psum(count_valid(batch["labels"]), DATA)
+    return Context(
+        pipeline=pipeline,
+        uneven=len(set(params.layout.layers)) > 1,
+        batch=batch,
+        key=key,
+        weights=jax.tree.map(lambda a: cast(a[0], compute), params.blocks),
+        outer=jax.tree.map(gather, params.outer, dims),
+        counts=chunk_table["count"][0],
+        first=chunk_table["first"][0],
+        count=count,
+    )
+
+
+class Shapes(NamedTuple):
+    """Static facts about a step, from abstract traces. stream: its spec. templates: one a place. ring: its spec."""
+
+    stream: Tree
+    templates: list[remat.Template]
+    ring: Tree
+
+
+def _layer(pipeline: Pipeline) -> Callable:
+    return remat.checkpointed(lambda block, stream, known: block(stream, *known), pipeline.remat)
+
+
+def make_shapes(pipeline: Pipeline, weights: list, outer: dict, batch: dict, key: jax.Array | None) -> Shapes:
+    microbatch = jax.eval_shape(lambda b: at(b, 0), batch)
+    stream = jax.eval_shape(partial(_embed, pipeline), outer["embed"], microbatch, key)
+    for leaf in jax.tree.leaves(stream):
+        if not jnp.issubdtype(leaf.dtype, jnp.floating):
+            raise ValueError(
+                f"the stream holds {leaf.dtype}{list(leaf.shape)}, and only floating tensors have gradients: leave"
+                f" integers in the microbatch, which every stage is given"
+            )
+    chunk = jax.eval_shape(lambda w: at(w, 0), weights)
+    for k, block in enumerate(chunk):
+        out = jax.eval_shape(lambda b, x, *known: b(x, *known), block, stream, microbatch, key)
+        wire.check(stream, out, f"of block {k} (a block keeps the shapes and dtypes of its input)")
+    templates = [remat.template(_layer(pipeline), block, stream, (microbatch, key)) for block in chunk]
+    kept = stream if pipeline.remat == "full" else [t.kept for t in templates]
+    slots = pipeline.schedule.ring_slots
+    ring = jax.tree.map(lambda a: jax.ShapeDtypeStruct((slots, *a.shape), a.dtype), kept)
+    return Shapes(stream, templates, ring)
+
+
+def at(tree: Tree, index: jax.Array | int) -> Tree:
+    return jax.tree.map(lambda a: jax.lax.dynamic_index_in_dim(a, index, keepdims=False), tree)
+
+
+def put(tree: Tree, index: jax.Array, value: Tree) -> Tree:
+    """Write `value` at `index` of the first dim; a buffer of one slot is simply replaced."""
+    return jax.tree.map(
+        lambda a, v: v[None] if a.shape[0] == 1 else jax.lax.dynamic_update_index_in_dim(a, v, index, 0), tree, value
+    )
+
+
+def blank(spec: Tree, slots: int | None = None) -> Tree:
+    """What stands where nothing was computed. It is never read into a result: a test fills it with NaN."""
+    lead = () if slots is None else (slots,)
+    return jax.tree.map(lambda a: jnp.zeros((*lead, *a.shape), a.dtype), spec)
+
+
+def cast(a: jax.Array, dtype: Any) -> jax.Array:
+    return a.astype(dtype) if jnp.issubdtype(a.dtype, jnp.floating) else a
+
+
+def cast_like(tree: Tree, spec: Tree) -> Tree:
+    return jax.tree.map(lambda a, s: a.astype(s.dtype), tree, spec)
+
+
+def _chunk_forward(ctx: Context, weights: list, known: list, count: jax.Array, stream: Tree) -> tuple[Tree, list]:
+    """Run a chunk's layers; returns the new stream and what each place keeps."""
+    layer, kept = _layer(ctx.pipeline), []
+    for block, had in zip(weights, known, strict=True):
+
+        def run(block: Any, stream: Tree, had: tuple) -> tuple[Tree, list]:
+            out, arrays, _ = remat.forward(layer, block, stream, had)
+            return out, arrays
+
+        if ctx.uneven:
+
+            def skip(block: Any, stream: Tree, had: tuple, run: Callable = run) -> tuple[Tree, list]:
+                _, arrays = jax.eval_shape(run, block, stream, had)
+                return stream, blank(arrays)
+
+            stream, arrays = jax.lax.cond(len(kept) < count, run, skip, block, stream, had)
+        else:
+            stream, arrays = run(block, stream, had)
+        kept.append(arrays)
+    return stream, kept
+
+
+def _chunk_backward(
+    ctx: Context, shapes: Shapes, c: jax.Array, weights: list, known: list, kept: list, grads: list, cotangent: Tree
+) -> tuple[list, Tree]:
+    """Walk a chunk's layers backward; returns the gradient accumulators with this chunk's added, and the stream's."""
+    grads = list(grads)
+    for k in reversed(range(len(weights))):
+
+        def run(total: Any, cotangent: Tree, block: Any, had: tuple, arrays: list, k: int = k) -> tuple[Any, Tree]:
+            found, cotangent = remat.backward(shapes.templates[k], block, had, arrays, cotangent)
+            return jax.tree.map(lambda a, g: _accumulate(a, c, g), total, found), cotangent
+
+        def skip(total: Any, cotangent: Tree, *_: Any) -> tuple[Any, Tree]:
+            return total, cotangent
+
+        args = (grads[k], cotangent, weights[k], known[k], kept[k])
+        grads[k], cotangent = jax.lax.cond(k < ctx.counts[c], run, skip, *args) if ctx.uneven else run(*args)
+    return grads, cotangent
+
+
+def _accumulate(total: jax.Array, c: jax.Array, found: jax.Array) -> jax.Array:
+    """Add a chunk's gradient to its accumulator [C, ...] in the accumulator's dtype."""
+    found = found.astype(total.dtype)
+    return total + found if total.shape[0] == 1 else total.at[c].add(found)
+
+
+def chunk_input(ctx: Context, shapes: Shapes, f: dict, m: jax.Array, arrived: Tree) -> Tree:
+    """A chunk's input: the embedding's output on the first chunk, elsewhere what arrived, in the stream's dtype."""
+    return jax.lax.cond(
+        f["read"] == IDLE,
+        lambda: ctx.embed(m, ctx.outer["embed"]),
+        lambda: cast_like(at(arrived, f["read"]), shapes.stream),
+    )
+
+
+def forward_slot(ctx: Context, shapes: Shapes, f: dict, carry: dict) -> tuple[Tree, Tree, Tree]:
+    """F: run a chunk forward, keep its residuals in the ring. Returns ring, outputs, and what is sent."""
+    full = ctx.pipeline.remat == "full"
+    c, m, last = f["chunk"], f["microbatch"], f["output"] != IDLE
+
+    def run(ring: Tree, outputs: Tree, arrived: Tree) -> tuple[Tree, Tree, Tree]:
+        stream = chunk_input(ctx, shapes, f, m, arrived)
+        if full:
+            # B runs the chunk again from its input, so on the last chunk there is nothing to do here.
+            out = jax.lax.cond(last, lambda x: x, lambda x: plain_forward(ctx, c, m, x), stream)
+            return put(ring, f["ring"], stream), outputs, out
+        out, kept = _chunk_forward(ctx, ctx.chunk_weights(c), ctx.known(c, m), ctx.counts[c], stream)
+        outputs = jax.lax.cond(last, lambda: put(outputs, f["output"], out), lambda: outputs)
+        return put(ring, f["ring"], kept), outputs, out
+
+    def idle(ring: Tree, outputs: Tree, arrived: Tree) -> tuple[Tree, Tree, Tree]:
+        return ring, outputs, blank(shapes.stream)
+
+    return jax.lax.cond(c != IDLE, run, idle, carry["ring"], carry["outputs"], carry["arrived"])
+
+
+def plain_forward(ctx: Context, c: jax.Array, m: jax.Array, stream: Tree) -> Tree:
+    """A chunk's forward that keeps nothing."""
+    for k, (block, known) in enumerate(zip(ctx.chunk_weights(c), ctx.known(c, m), strict=True)):
+        if ctx.uneven:
+            run = lambda b, x, had: b(x, *had)
+            stream = jax.lax.cond(k < ctx.counts[c], run, lambda b, x, had: x, block, stream, known)
+        else:
+            stream = block(stream, *known)
+    return stream
+
+
+def backward_slot(ctx: Context, shapes: Shapes, b: dict, carry: dict) -> tuple[list, dict, jax.Array, Tree]:
+    """B: a chunk's backward; on the last chunk also head and loss, on the first also the embedding.
+
+    Returns the accumulators of blocks and outer, the losses, and the cotangent that is sent.
+    """
+    c, m = b["chunk"], b["microbatch"]
+
+    def run(blocks: list, outer: dict, losses: jax.Array, carry: dict) -> tuple[list, dict, jax.Array, Tree]:
+        weights, known = ctx.chunk_weights(c), ctx.known(c, m)
+        kept = at(carry["ring"], b["ring"])
+        if ctx.pipeline.remat == "full":
+            out, kept = _chunk_forward(ctx, weights, known, ctx.counts[c], kept)
+        else:
+            out = at(carry["outputs"], jnp.maximum(b["output"], 0))
+        outer, losses, cotangent = jax.lax.cond(
+            b["output"] != IDLE,
+            partial(_head_backward, ctx, m),
+            lambda outer, losses, out: (outer, losses, at(carry["returned"], jnp.maximum(b["read"], 0))),
+            *(outer, losses, out),
+        )
+        blocks, cotangent = _chunk_backward(ctx, shapes, c, weights, known, kept, blocks, cotangent)
+        first = (c == 0) & (jax.lax.axis_index(PIPE) == 0)
+        outer = jax.lax.cond(first, partial(_embed_backward, ctx, m), lambda o, _: o, outer, cotangent)
+        return blocks, outer, losses, cotangent
+
+    def idle(blocks: list, outer: dict, losses: jax.Array, carry: dict) -> tuple[list, dict, jax.Array, Tree]:
+        return blocks, outer, losses, blank(shapes.stream)
+
+    return jax.lax.cond(c != IDLE, run, idle, carry["blocks"], carry["outer"], carry["losses"], carry)
+
+
+def _head_backward(ctx: Context, m: jax.Array, outer: dict, losses: jax.Array, out: Tree) -> tuple[dict, Any, Tree]:
+    """Loss of a microbatch and its gradients, from the last chunk's output."""
+    microbatch = at(ctx.batch, m)
+
+    def loss(weights: dict, out: Tree) -> jax.Array:
+        return ctx.pipeline.loss(weights["head"], weights["embed"], out, microbatch) / jnp.maximum(ctx.count, 1.0)
+
+    value, (found, cotangent) = jax.value_and_grad(loss, argnums=(0, 1))(ctx.outer, out)
+    outer = jax.tree.map(lambda a, g: a + g.astype(a.dtype), outer, found)
+    return outer, losses.at[m].set(value), cotangent
+
+
+def _embed_backward(ctx: Context, m: jax.Array, outer: dict, cotangent: Tree) -> dict:
+    """Gradients of the embedding from the first chunk's cotangent; the lookup is run again."""
+    _, vjp = jax.vjp(partial(ctx.embed, m), ctx.outer["embed"])
+    (found,) = vjp(cotangent)
+    return outer | {"embed": jax.tree.map(lambda a, g: a + g.astype(a.dtype), outer["embed"], found)}
