@@ -10,6 +10,7 @@ from difflib import get_close_matches
 from typing import Any, NoReturn
 
 from jaxpp.precision import DTYPES, parse_dtype
+from jaxpp.remat import check_remat
 from jaxpp.schedules import SCHEDULES
 
 DECAY_STYLES = ("none", "constant", "linear", "cosine", "inverse-square-root")
@@ -167,6 +168,7 @@ def check(config: Config, layers: int, positions: int) -> None:
         near = get_close_matches(config.schedule, SCHEDULES, n=1)
         hint = f", did you mean {near[0]!r}?" if near else ""
         raise ValueError(f"schedule={config.schedule!r} is unknown{hint} (one of {', '.join(SCHEDULES)})")
+    check_remat(config.remat)
     if config.virtual_pipeline_parallel > 1 and not SCHEDULES[config.schedule_name].chunked:
         raise ValueError(
             f"schedule={config.schedule!r} has one chunk a stage, got virtual_pipeline_parallel="

@@ -1,0 +1,164 @@
+"""run.py as a user meets it: refusals, equal losses for every split, and the main job."""
+
+import json
+import subprocess
+import sys
+from pathlib import Path
+
+import numpy as np
+import pytest
+
+import run
+from jaxpp import data
+
+ROOT = Path(__file__).parent.parent
+
+
+def refusal(capsys: pytest.CaptureFixture, *arguments: str) -> str:
+    """Run a command line that must be refused; returns its one line."""
+    assert run.main(arguments) == 2
+    out, err = capsys.readouterr()
+    assert out == ""
+    assert err.count("\n") == 1
+    return err
+
+
+@pytest.mark.parametrize(
+    ("arguments", "words"),
+    [
+        (["--dtype", "float8"], ["dtype='float8'", "float32, bfloat16, float16"]),
+        (["--pipeline_dtype", "int8"], ["pipeline_dtype='int8'", "bfloat16"]),
+        (["--dtype", "float16"], ["65504", "use bfloat16"]),
+        (["--total_batch_size", "1000"], ["1000", "1 x 1 x 128 = 128", "896 and 1024"]),
+        (["--total_batch_size", "100"], ["100", "128"]),
+        (["--schedule", "1f1"], ["did you mean '1f1b'"]),
+        (["--schedule", "1f1b", "--virtual_pipeline_parallel", "2"], ["--schedule interleaved"]),
+        (["--model", "gpt2-tinny"], ["did you mean 'gpt2-tiny'"]),
+        (["--remat", "dot"], ["did you mean 'dots'"]),
+        (["--sequence_length", "512"], ["512", "256 positions"]),
+        (["--pipeline_parallel", "9"], ["pipeline_parallel=9", "8 layers"]),
+        (["--batch_size", "0"], ["batch_size=0", "at least 1"]),
+        (["--learning_rate", "nan"], ["learning_rate=nan"]),
+        (["--num_iteration", "many"], ["num_iteration", "'many'"]),
+        (["--optimizer", "adam"], ["optimizer", "adamw"]),
+        (["--learning-rat", "1"], ["--learning-rat", "did you mean --learning_rate"]),
+        (["trian"], ["did you mean 'train'"]),
+        (["--input_bin", "/nowhere.bin"], ["input_bin", "/nowhere.bin"]),
+        (["--input_val_bin", "x.txt"], ["input_val_bin", "input_bin"]),
+        (
+            ["--pipeline_parallel", "8", "--data_parallel", "2"],
+            ["needs 16 devices, there are 8", "--emulate_devices 16"],
+        ),
+        (["--output_dir", "/dev/null/x"], ["output_dir='/dev/null/x'"]),
+    ],
+    ids=lambda a: " ".join(a) if a and a[0].startswith(("-", "t")) else "",
+)
+def test_bad_input_gets_one_line(capsys: pytest.CaptureFixture, arguments: list[str], words: list[str]) -> None:
+    line = refusal(capsys, *arguments)
+    assert all(word in line for word in words), line
+
+
+def damaged(folder: Path, kind: str) -> Path:
+    path = folder / "tokens.bin"
+    data.write_tokens(path, np.arange(300) % 256)
+    content = path.read_bytes()
+    if kind == "truncated":
+        path.write_bytes(content[:-10])
+    elif kind == "foreign":
+        path.write_bytes(b"PK\x03\x04" + content[4:])
+    elif kind == "beyond":
+        data.write_tokens(path, np.arange(300))
+    elif kind == "short":
+        data.write_tokens(path, np.arange(100))
+    return path
+
+
+@pytest.mark.parametrize(
+    ("kind", "words"),
+    [
+        ("truncated", ["295", "300"]),
+        ("foreign", ["20240520", "20240801"]),
+        ("beyond", ["299", "256"]),
+        ("short", ["100", "129"]),
+    ],
+)
+def test_bad_files_get_one_line(capsys: pytest.CaptureFixture, tmp_path: Path, kind: str, words: list[str]) -> None:
+    path = str(damaged(tmp_path, kind))
+    line = refusal(capsys, "--input_bin", path, "--input_val_bin", path)
+    assert all(word in line for word in words), line
+
+
+def test_help_names_every_option(capsys: pytest.CaptureFixture) -> None:
+    with pytest.raises(SystemExit) as stop:
+        run.main(["--help"])
+    assert stop.value.code == 0
+    out = capsys.readouterr().out
+    assert all(name in out for name in ("--pipeline_dtype", "--total-batch-size", "--val_loss_every"))
+
+
+def lines(folder: Path, *arguments: str) -> list[dict]:
+    """The metrics of a run in float32."""
+    common = ("--dtype", "float32", "--sequence_length", "32", "--total_batch_size", "128", "--output_dir", str(folder))
+    assert run.main([*common, *arguments]) == 0
+    return [json.loads(line) for line in (folder / "metrics.jsonl").read_text().splitlines()]
+
+
+SPLITS = {
+    "2 stages": ["--pipeline_parallel", "2"],
+    "4 stages": ["--pipeline_parallel", "4"],
+    "4 stages of 2 chunks": ["--pipeline_parallel", "4", "--virtual_pipeline_parallel", "2"],
+    "2 stages of 2 replicas, gpipe": ["--pipeline_parallel", "2", "--data-parallel", "2", "--schedule", "gpipe"],
+    "3 stages, full": ["--pipeline_parallel", "3", "--remat", "full"],
+}
+
+
+@pytest.fixture(scope="module")
+def unpipelined(tmp_path_factory: pytest.TempPathFactory) -> list[dict]:
+    return lines(tmp_path_factory.mktemp("one"), "--pipeline_parallel", "1", "--num_iteration", "20")
+
+
+@pytest.mark.parametrize("split", SPLITS)
+def test_losses_do_not_depend_on_the_split(tmp_path: Path, split: str, unpipelined: list[dict]) -> None:
+    found = lines(tmp_path, *SPLITS[split], "--num_iteration", "20")
+    steps = [(a["loss"], b["loss"]) for a, b in zip(found, unpipelined, strict=True) if "loss" in a]
+    assert len(steps) == 20
+    assert max(abs(a - b) for a, b in steps) < 1e-4
+    assert abs(found[-1]["val_loss"] - unpipelined[-1]["val_loss"]) < 1e-4
+    assert steps[-1][0] < steps[0][0] - 1
+
+
+def test_dropout_does_not_depend_on_the_split(tmp_path: Path) -> None:
+    options = ("--dropout", "0.2", "--num_iteration", "3", "--pipeline_parallel")
+    one, four = (lines(tmp_path / n, *options, n) for n in ("1", "4"))
+    assert [a["loss"] for a in one[:3]] == pytest.approx([a["loss"] for a in four[:3]], abs=1e-5)
+
+
+def test_metrics_file(tmp_path: Path) -> None:
+    found = lines(tmp_path, "--num_iteration", "3", "--val_loss_every", "2", "--optimizer", "sgd")
+    keys = {"step", "loss", "grad_norm", "learning_rate", "tokens_per_second", "step_seconds"}
+    assert [set(line) for line in found] == [keys, keys, {"step", "val_loss"}, keys, {"step", "val_loss"}]
+    assert [line["step"] for line in found] == [1, 2, 2, 3, 3]
+    assert all(line["loss"] == np.float32(line["loss"]) != round(line["loss"], 4) for line in found if "loss" in line)
+
+
+def bigram_loss(train: np.ndarray, validation: np.ndarray) -> float:
+    """Validation loss of a model that counts pairs of bytes, nats a byte."""
+    counts = np.full((256, 256), 0.1)
+    np.add.at(counts, (train[:-1], train[1:]), 1)
+    chances = counts / counts.sum(axis=1, keepdims=True)
+    return float(-np.log(chances[validation[:-1], validation[1:]]).mean())
+
+
+def test_the_main_job_learns_more_than_pairs(tmp_path: Path) -> None:
+    command = [sys.executable, str(ROOT / "run.py"), "--output_dir", str(tmp_path)]
+    environment = {"PATH": "/usr/bin:/bin", "PYTHONUNBUFFERED": "1", "JAX_PLATFORMS": "cpu"}
+    done = subprocess.run(command, capture_output=True, text=True, env=environment, check=False)
+    assert done.returncode == 0, done.stderr
+    said = done.stdout.splitlines()
+    first = "training gpt2-tiny (1.7M parameters) on Python's own source"
+    assert said[0].startswith(first)
+    assert "1f1b over 4 stages" in said[0]
+    assert "4 emulated CPU devices" in said[0]
+    assert said[-1] == f"metrics are in {tmp_path / 'metrics.jsonl'}"
+    last = json.loads((tmp_path / "metrics.jsonl").read_text().splitlines()[-1])
+    assert last["val_loss"] < bigram_loss(*data.default_corpus())
