@@ -19,7 +19,7 @@ def learning_rate(style: str, peak: float, least: float, warmup: int, steps: int
     Linear warm-up to `peak` over `warmup` steps, then by style: none and constant stay; linear and cosine reach
     `least` at the last step; inverse-square-root falls as sqrt(warmup / step), not below `least`.
     """
-    span = max(1, steps - warmup)
+    span = max(1, steps - 1 - warmup)
     after = {
         "none": optax.constant_schedule(peak),
         "constant": optax.constant_schedule(peak),
