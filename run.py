@@ -59,6 +59,7 @@ def describe(run: train.Run, corpus: str, parameters: int) -> str:
 def run_train(config: Config, model: models.GPT2Config) -> None:
     """Train, validate, sample, and say where the files are."""
     gpus = start_devices(config)
+    model = dataclasses.replace(model, cudnn=gpus > 0)
     sizes = options.sizes(config, model.layers, model.positions, gpus)
     grid = mesh.make_mesh(sizes.pipe, sizes.data)
     run = train.make_run(config, sizes, grid, model.layers)

@@ -56,7 +56,7 @@ class Block(nnx.Module):
     def __call__(self, x_BTD: jax.Array, microbatch: dict[str, jax.Array], key: jax.Array | None) -> jax.Array:
         n_BTD = rms(x_BTD, self.norm1[...])
         q, k, v = (project(n_BTD, w[...]) for w in (self.wq, self.wk, self.wv))
-        x_BTD = x_BTD + project(attend(q, k, v, 0.0, None), self.wo[...], summed=2)
+        x_BTD = x_BTD + project(attend(q, k, v), self.wo[...], summed=2)
         n_BTD = rms(x_BTD, self.norm2[...])
         return x_BTD + project(
             jax.nn.silu(project(n_BTD, self.gate[...])) * project(n_BTD, self.up[...]), self.down[...]

@@ -4,6 +4,7 @@ Every refusal is a ValueError of one line that names the option, its value, the 
 """
 
 import argparse
+import math
 from collections.abc import Sequence
 from dataclasses import MISSING, Field, dataclass, field, fields
 from difflib import get_close_matches
@@ -35,11 +36,11 @@ class Config:
     data_parallel: int | None = _option(None, "replicas of the pipeline (default: 1, with GPUs all of them)", int)
     schedule: str | None = _option(None, f"one of {', '.join(SCHEDULES)} (default: 1f1b, with chunks interleaved)")
     remat: str = _option("dots", "what forward keeps for backward: full, none, dots, or a policy of JAX")
-    batch_size: int = _option(1, "rows of a microbatch on one data rank", int)
+    batch_size: int = _option(2, "rows of a microbatch on one data rank", int)
     total_batch_size: int | None = _option(None, "tokens a step (default: 8 microbatches)", int)
-    sequence_length: int | None = _option(None, "tokens of a row (default: 128, at most the model's positions)", int)
+    sequence_length: int | None = _option(None, "tokens of a row (default: a quarter of the model's positions)", int)
     num_iteration: int = _option(240, "steps", int)
-    learning_rate: float = _option(3e-3, "peak learning rate", float)
+    learning_rate: float = _option(2e-3, "peak learning rate", float)
     lr_decay_style: str = _option("cosine", "learning rate after the warm-up", str, DECAY_STYLES)
     warmup_iterations: int = _option(10, "steps of linear warm-up", int)
     min_learning_rate: float = _option(0.0, "where the decay ends", float)
@@ -160,6 +161,8 @@ def check(config: Config, layers: int, positions: int) -> None:
         )
     for option, least in _AT_LEAST.items():
         value = getattr(config, option)
+        if value == math.inf:
+            raise ValueError(f"{option}={value} must be finite, for example --{option} {max(least, 1)}")
         if value is not None and not value >= least:
             raise ValueError(f"{option}={value} must be at least {least}, for example --{option} {max(least, 1)}")
     if not 0 <= config.dropout < 1:
@@ -193,7 +196,7 @@ def sizes(config: Config, layers: int, positions: int, gpus: int = 0) -> Sizes:
     most = min(4, layers, gpus // (data or 1) if gpus else 4)
     pipe = config.pipeline_parallel or max(1, most)
     data = data or max(1, gpus // pipe)
-    length = config.sequence_length or min(128, positions)
+    length = config.sequence_length or max(1, positions // 4)
     rows = config.batch_size * data
     total = config.total_batch_size
     if total is None:

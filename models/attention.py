@@ -21,16 +21,22 @@ def dropout(x: jax.Array, rate: float, key: jax.Array | None) -> jax.Array:
     return jnp.where(keep, x / (1.0 - rate), jnp.zeros((), x.dtype))
 
 
-def attend(q_BTNH: jax.Array, k_BTKH: jax.Array, v_BTKH: jax.Array, rate: float, key: jax.Array | None) -> jax.Array:
+def attend(
+    q_BTNH: jax.Array,
+    k_BTKH: jax.Array,
+    v_BTKH: jax.Array,
+    rate: float = 0.0,
+    key: jax.Array | None = None,
+    cudnn: bool = False,
+) -> jax.Array:
     """Causal softmax attention, softmax in float32; [B, T, N, H] in the queries' dtype.
 
-    rate, key: dropout of the attention weights, which only the plain path can do. On a GPU in half precision cuDNN's
-    fused attention is used; on the CPU the plain path takes half the time of `jax.nn.dot_product_attention`, whose
-    layout [B, T, N, H] makes its batched products slow there.
+    rate, key: dropout of the attention weights, which only the plain path can do. cudnn: use cuDNN's fused attention
+    where it can be, in half precision on a GPU. On the CPU the plain path takes half the time of
+    `jax.nn.dot_product_attention`, whose layout [B, T, N, H] makes its batched products slow there.
     """
     dropping = key is not None and rate > 0.0
-    fused = q_BTNH.dtype.itemsize == 2 and q_BTNH.shape[-1] <= 128 and not dropping
-    if fused and jax.default_backend() == "gpu":
+    if cudnn and q_BTNH.dtype.itemsize == 2 and q_BTNH.shape[-1] <= 128 and not dropping:
         return jax.nn.dot_product_attention(q_BTNH, k_BTKH, v_BTKH, is_causal=True, implementation="cudnn")
     batch, length, heads, head_dim = q_BTNH.shape
     groups = heads // k_BTKH.shape[2]
@@ -63,6 +69,7 @@ class Attention(nnx.Module):
         std: float,
         out_std: float,
         rate: float = 0.0,
+        cudnn: bool = False,
     ) -> None:
         q, kv, out = jax.random.split(key, 3)
         self.wq = nnx.Param(normal(q, (dim, heads, head_dim), std))
@@ -74,12 +81,13 @@ class Attention(nnx.Module):
             self.bo = nnx.Param(jnp.zeros(dim))
         self.bias = bias
         self.rate = rate
+        self.cudnn = cudnn
 
     def __call__(self, x_BTD: jax.Array, key: jax.Array | None) -> jax.Array:
         q_BTNH = project(x_BTD, self.wq[...])
         kv_BTCKH = project(x_BTD, self.wkv[...])
         if self.bias:
             q_BTNH, kv_BTCKH = q_BTNH + self.bq[...], kv_BTCKH + self.bkv[...]
-        y_BTNH = attend(q_BTNH, kv_BTCKH[:, :, 0], kv_BTCKH[:, :, 1], self.rate, key)
+        y_BTNH = attend(q_BTNH, kv_BTCKH[:, :, 0], kv_BTCKH[:, :, 1], self.rate, key, self.cudnn)
         y_BTD = project(y_BTNH, self.wo[...], summed=2)
         return y_BTD + self.bo[...] if self.bias else y_BTD

@@ -19,7 +19,7 @@ class GPT2Config:
     """Sizes of a GPT-2.
 
     dropout: of embeddings, attention weights and both branches of a block, while training. tied: the head uses the
-    embedding's table. std: of initial weights.
+    embedding's table. std: of initial weights. cudnn: use its attention where it can be, which needs a GPU.
     """
 
     vocab_size: int = 50257
@@ -30,6 +30,7 @@ class GPT2Config:
     dropout: float = 0.0
     tied: bool = True
     std: float = 0.02
+    cudnn: bool = False
 
 
 PRESETS = {
@@ -66,7 +67,16 @@ class Block(nnx.Module):
         head_dim = config.dim // config.heads
         self.norm1, self.norm2 = LayerNorm(config.dim), LayerNorm(config.dim)
         self.attention = Attention(
-            attention, config.dim, config.heads, config.heads, head_dim, True, std, out_std, config.dropout
+            attention,
+            config.dim,
+            config.heads,
+            config.heads,
+            head_dim,
+            True,
+            std,
+            out_std,
+            config.dropout,
+            config.cudnn,
         )
         self.mlp = GeluMLP(mlp, config.dim, 4 * config.dim, std, out_std)
         self.rate = config.dropout

@@ -29,7 +29,7 @@ def refusal(capsys: pytest.CaptureFixture, *arguments: str) -> str:
         (["--dtype", "float8"], ["dtype='float8'", "float32, bfloat16, float16"]),
         (["--pipeline_dtype", "int8"], ["pipeline_dtype='int8'", "bfloat16"]),
         (["--dtype", "float16"], ["65504", "use bfloat16"]),
-        (["--total_batch_size", "1000"], ["1000", "1 x 1 x 128 = 128", "896 and 1024"]),
+        (["--total_batch_size", "1000"], ["1000", "2 x 1 x 64 = 128", "896 and 1024"]),
         (["--total_batch_size", "100"], ["100", "128"]),
         (["--schedule", "1f1"], ["did you mean '1f1b'"]),
         (["--schedule", "1f1b", "--virtual_pipeline_parallel", "2"], ["--schedule interleaved"]),
@@ -69,7 +69,7 @@ def damaged(folder: Path, kind: str) -> Path:
     elif kind == "beyond":
         data.write_tokens(path, np.arange(300))
     elif kind == "short":
-        data.write_tokens(path, np.arange(100))
+        data.write_tokens(path, np.arange(50))
     return path
 
 
@@ -79,7 +79,7 @@ def damaged(folder: Path, kind: str) -> Path:
         ("truncated", ["295", "300"]),
         ("foreign", ["20240520", "20240801"]),
         ("beyond", ["299", "256"]),
-        ("short", ["100", "129"]),
+        ("short", ["50", "65"]),
     ],
 )
 def test_bad_files_get_one_line(capsys: pytest.CaptureFixture, tmp_path: Path, kind: str, words: list[str]) -> None:
@@ -98,7 +98,18 @@ def test_help_names_every_option(capsys: pytest.CaptureFixture) -> None:
 
 def lines(folder: Path, *arguments: str) -> list[dict]:
     """The metrics of a run in float32."""
-    common = ("--dtype", "float32", "--sequence_length", "32", "--total_batch_size", "128", "--output_dir", str(folder))
+    common = (
+        "--dtype",
+        "float32",
+        "--batch_size",
+        "1",
+        "--sequence_length",
+        "32",
+        "--total_batch_size",
+        "128",
+        "--output_dir",
+        str(folder),
+    )
     assert run.main([*common, *arguments]) == 0
     return [json.loads(line) for line in (folder / "metrics.jsonl").read_text().splitlines()]
 

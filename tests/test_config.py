@@ -1,0 +1,191 @@
+"""Options: parsing, checks that need no device, and the sizes that are resolved."""
+
+from dataclasses import MISSING, fields
+
+import pytest
+
+from jaxpp.config import Config, Sizes, check, parse, sizes
+
+COMMANDS = ("train", "plan")
+OTHER = {int: 3, float: 0.25, str: "other"}
+OPTIONS = {option.name: option for option in fields(Config)}
+
+
+@pytest.mark.parametrize("dash", [False, True])
+@pytest.mark.parametrize("name", OPTIONS)
+def test_every_option_is_read(name, dash):
+    """With underscores and with dashes, `--name value` and `--name=value`; nothing else changes."""
+    kind, choices = OPTIONS[name].metadata["type"], OPTIONS[name].metadata["choices"]
+    word = f"--{name.replace('_', '-') if dash else name}"
+    if kind is bool:
+        assert parse([word], COMMANDS)[2] == Config(**{name: True})
+        return
+    value = choices[-1] if choices else OTHER[kind]
+    want = Config(**{name: value})
+    assert want != Config()
+    assert parse([word, str(value)], COMMANDS) == ("train", False, want)
+    assert parse([f"{word}={value}"], COMMANDS) == ("train", False, want)
+
+
+def test_defaults_and_commands():
+    assert parse([], COMMANDS) == ("train", False, Config())
+    assert parse(["train"], COMMANDS) == ("train", False, Config())
+    assert parse(["plan", "--json", "--seed", "3"], COMMANDS) == ("plan", True, Config(seed=3))
+    assert parse(["--seed", "3", "plan"], COMMANDS) == ("plan", False, Config(seed=3))
+    assert all(option.default is not MISSING for option in OPTIONS.values())
+
+
+def test_the_defaults_pass():
+    check(Config(), layers=8, positions=256)
+
+
+@pytest.mark.parametrize(
+    ("schedule", "chunks", "want"),
+    [(None, 1, "1f1b"), (None, 2, "interleaved"), ("gpipe", 1, "gpipe"), ("interleaved", 1, "interleaved")],
+)
+def test_default_schedule(schedule, chunks, want):
+    assert Config(schedule=schedule, virtual_pipeline_parallel=chunks).schedule_name == want
+
+
+def refusal(**options) -> str:
+    with pytest.raises(ValueError) as error:
+        check(Config(**options), layers=8, positions=256)
+    assert "\n" not in str(error.value)
+    return str(error.value)
+
+
+LEAST = dict.fromkeys(
+    ("pipeline_parallel", "virtual_pipeline_parallel", "data_parallel", "batch_size", "total_batch_size"), 1
+) | {"sequence_length": 1, "num_iteration": 1, "emulate_devices": 1}
+LEAST |= dict.fromkeys(("warmup_iterations", "learning_rate", "min_learning_rate", "weight_decay", "clip_grad"), 0)
+LEAST |= {"val_loss_every": 0, "seed": 0}
+
+
+@pytest.mark.parametrize("name", LEAST)
+def test_least_values(name):
+    """The least value passes, one below it is refused with the option, the value, the rule and a value that works."""
+    least = OPTIONS[name].metadata["type"](LEAST[name])
+    check(Config(**{name: least}), layers=8, positions=256)
+    message = refusal(**{name: least - 1})
+    assert message.startswith(f"{name}={least - 1} must be at least {LEAST[name]}, for example --{name} ")
+    check(Config(**{name: OPTIONS[name].metadata["type"](message.split()[-1])}), layers=8, positions=256)
+
+
+def test_every_number_has_a_least_value():
+    numbers = {name for name, option in OPTIONS.items() if option.metadata["type"] in (int, float)}
+    assert numbers == {*LEAST, "dropout"}
+
+
+FLOATS = [name for name, option in OPTIONS.items() if option.metadata["type"] is float]
+
+
+@pytest.mark.parametrize("value", [float("nan"), float("-inf")])
+@pytest.mark.parametrize("name", FLOATS)
+def test_no_number_is_nan(name, value):
+    assert refusal(**{name: value}).startswith(f"{name}={value} must be")
+
+
+@pytest.mark.parametrize("name", ["learning_rate", "min_learning_rate", "weight_decay"])
+def test_no_rate_is_infinite(name):
+    assert refusal(**{name: float("inf")}).startswith(f"{name}=inf must be")
+
+
+@pytest.mark.parametrize("value", [-0.1, 1.0])
+def test_dropout_range(value):
+    assert f"dropout={value} must be in [0, 1)" in refusal(dropout=value)
+    check(Config(dropout=0.999), layers=8, positions=256)
+
+
+@pytest.mark.parametrize("name", ["dtype", "pipeline_dtype", "grad_pipeline_dtype"])
+def test_dtypes(name):
+    message = refusal(**{name: "float8"})
+    assert message == f"{name}='float8' is not a dtype we know: use one of float32, bfloat16, float16"
+    message = refusal(**{name: "float16"})
+    assert "65504" in message and "loss scaling" in message and "bfloat16" in message
+    check(Config(**{name: "bfloat16"}), layers=8, positions=256)
+
+
+@pytest.mark.parametrize("schedule", ["gpipe", "1f1b"])
+def test_chunks_need_interleaved(schedule):
+    message = refusal(schedule=schedule, virtual_pipeline_parallel=2)
+    assert f"schedule={schedule!r}" in message and "virtual_pipeline_parallel=2" in message
+    assert "--schedule interleaved" in message
+    check(Config(schedule="interleaved", virtual_pipeline_parallel=2), layers=8, positions=256)
+
+
+@pytest.mark.parametrize(("remat", "near"), [("dotz", "dots"), ("ful", "full"), ("save_only_these_names", None)])
+def test_remat_is_checked(remat, near):
+    """A function that makes a policy from arguments is no policy."""
+    message = refusal(remat=remat)
+    assert f"remat={remat!r}" in message
+    assert near is None or f"did you mean {near!r}" in message
+    for known in ("full", "none", "dots", "everything_saveable"):
+        check(Config(remat=known), layers=8, positions=256)
+
+
+def test_what_the_model_can_take():
+    assert "pipeline_parallel=9 is more than 8 layers" in refusal(pipeline_parallel=9)
+    message = refusal(sequence_length=257)
+    assert "sequence_length=257" in message and "--sequence_length 256" in message
+    check(Config(pipeline_parallel=8, sequence_length=256), layers=8, positions=256)
+
+
+@pytest.mark.parametrize(
+    ("options", "gpus", "want"),
+    [
+        ({}, 0, Sizes(4, 1, 8, 2, 64)),  # emulated devices
+        ({"data_parallel": 2}, 0, Sizes(4, 2, 8, 4, 64)),
+        ({"pipeline_parallel": 2, "batch_size": 3}, 0, Sizes(2, 1, 8, 3, 64)),
+        ({}, 1, Sizes(1, 1, 8, 2, 64)),  # GPUs
+        ({}, 2, Sizes(2, 1, 8, 2, 64)),
+        ({}, 8, Sizes(4, 2, 8, 4, 64)),
+        ({"data_parallel": 8}, 8, Sizes(1, 8, 8, 16, 64)),
+        ({"pipeline_parallel": 2}, 8, Sizes(2, 4, 8, 8, 64)),
+        ({"data_parallel": 16}, 8, Sizes(1, 16, 8, 32, 64)),  # too many: the mesh refuses it
+        ({"total_batch_size": 768, "batch_size": 2}, 0, Sizes(4, 1, 6, 2, 64)),
+        ({"total_batch_size": 192, "sequence_length": 16, "data_parallel": 2}, 0, Sizes(4, 2, 3, 4, 16)),
+    ],
+)
+def test_sizes(options, gpus, want):
+    found = sizes(Config(**options), layers=8, positions=256, gpus=gpus)
+    assert found == want
+    assert found.tokens == want.microbatches * want.rows * want.length
+
+
+def test_sizes_of_a_small_model():
+    assert sizes(Config(), layers=2, positions=64, gpus=8) == Sizes(2, 4, 8, 8, 16)
+
+
+@pytest.mark.parametrize(
+    ("total", "nearest"), [(1000, (768, 1024)), (1023, (768, 1024)), (1, (256,)), (255, (256,)), (257, (256, 512))]
+)
+def test_total_batch_size_that_does_not_divide(total, nearest):
+    options = {"data_parallel": 2, "pipeline_parallel": 1}
+    with pytest.raises(ValueError, match=f"total_batch_size={total} .* 2 x 2 x 64 = 256: the nearest") as error:
+        sizes(Config(total_batch_size=total, **options), layers=8, positions=256)
+    assert str(error.value).endswith(" and ".join(map(str, nearest)))
+    for fits in nearest:
+        assert sizes(Config(total_batch_size=fits, **options), layers=8, positions=256).tokens == fits
+
+
+@pytest.mark.parametrize(
+    ("words", "said"),
+    [
+        (["--batchsize", "4"], "--batchsize is not an option, did you mean --batch_size?"),
+        (["--batch-siz=4"], "did you mean --batch_size?"),
+        (["--batch", "4"], "--batch is not an option"),  # no abbreviations
+        (["--qqq"], "--qqq is not an option (see --help)"),
+        (["train", "extra"], "extra is not an option"),
+        (["tran"], "command='tran' is unknown, did you mean 'train'? (one of train, plan)"),
+        (["--batch_size", "four"], "'four'"),
+        (["--batch_size", "1.5"], "'1.5'"),
+        (["--learning_rate", "fast"], "'fast'"),
+        (["--batch_size"], "batch_size"),
+        (["--optimizer", "adam"], "adamw"),
+        (["--lr_decay_style", "cosin"], "cosine"),
+    ],
+)
+def test_words_that_are_refused(words, said):
+    with pytest.raises(ValueError) as error:
+        parse(words, COMMANDS)
+    assert said in str(error.value) and "\n" not in str(error.value)
