@@ -16,9 +16,6 @@ from models import GPT2, GPT2Config
 MODEL = GPT2Config(vocab_size=97, positions=16, layers=4, dim=32, heads=2, std=0.1)
 OPTIONS = {"dtype": "float32", "batch_size": 2, "total_batch_size": 3 * 2 * 2 * 16, "sequence_length": 16}
 
-# Adam divides a gradient by its own size, so where one nearly vanishes its rounding is magnified.
-TOLERANCE = {"sgd": 1e-5, "adamw": 5e-5}
-
 
 def build(key: jax.Array) -> GPT2:
     return GPT2(key, MODEL)
@@ -56,11 +53,13 @@ def test_three_steps_equal_an_unpipelined_loop(optimizer: str, pipe: int) -> Non
         updates, opt_state = plain.update(grads, opt_state, want)
         want = optax.apply_updates(want, updates)
     got = partition.unstack(state.params)
+    away = total = 0.0
     for (path, a), b in zip(jax.tree_util.tree_leaves_with_path(tuple(got)), jax.tree.leaves(tuple(want)), strict=True):
         if "bkv" in jax.tree_util.keystr(path):
             # A key's bias has no gradient but rounding (softmax ignores a shift), whose sign is Adam's step.
             a, b = a[1], b[1]
-        assert jnp.linalg.norm(a - b) <= TOLERANCE[optimizer] * jnp.linalg.norm(b), jax.tree_util.keystr(path)
+        away, total = away + float(jnp.sum((a - b) ** 2)), total + float(jnp.sum(b**2))
+    assert away**0.5 <= 1e-5 * total**0.5
 
 
 @pytest.mark.parametrize("dropout", [0.0, 0.1])
