@@ -161,7 +161,7 @@ CHANGES = {
 }
 
 
-@pytest.mark.parametrize("field", [f.name for f in dataclasses.fields(models.GPT2Config)])
+@pytest.mark.parametrize("field", [f.name for f in dataclasses.fields(models.GPT2Config) if f.name != "cudnn"])
 def test_every_field_of_the_config_counts(field):
     """Pitfall 31: a field that nothing reads."""
     changed = dataclasses.replace(SMALL, **{field: CHANGES[field]})
@@ -170,6 +170,19 @@ def test_every_field_of_the_config_counts(field):
         assert [a.shape for a in jax.tree.leaves(shapes(SMALL))] != [a.shape for a in jax.tree.leaves(shapes(changed))]
     if field in ("layers", "heads", "dropout", "tied", "std"):
         assert float(jnp.abs(logits(make(), key=key) - logits(make(changed), key=key)).max()) > 1e-4
+
+
+@pytest.mark.parametrize(
+    ("dtype", "cudnn", "calls"), [("bfloat16", True, 1), ("bfloat16", False, 0), ("float32", True, 0)]
+)
+def test_cudnn_is_used_where_it_can_be(monkeypatch, dtype, cudnn, calls):
+    used = []
+    monkeypatch.setattr(jax.nn, "dot_product_attention", lambda q, *_, **options: (used.append(options), q)[1])
+    q_BTNH = jnp.ones((1, 4, 2, 8), dtype)
+    attend(q_BTNH, q_BTNH, q_BTNH, cudnn=cudnn)
+    assert used == [{"is_causal": True, "implementation": "cudnn"}] * calls
+    model = make(dataclasses.replace(SMALL, cudnn=cudnn))
+    assert all(block.attention.cudnn == cudnn for block in model.blocks)
 
 
 def test_initial_weights():
