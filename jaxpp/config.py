@@ -145,6 +145,10 @@ _AT_LEAST = {
 }
 
 
+# A key holds 32 bits of the seed, and would drop the others without a word.
+_AT_MOST = {"seed": 2**32 - 1, "emulate_devices": 1024}
+
+
 def check(config: Config, layers: int, positions: int) -> None:
     """Check what needs no device: dtypes, ranges, the schedule, and what the model can take.
 
@@ -165,6 +169,10 @@ def check(config: Config, layers: int, positions: int) -> None:
             raise ValueError(f"{option}={value} must be finite, for example --{option} {max(least, 1)}")
         if value is not None and not value >= least:
             raise ValueError(f"{option}={value} must be at least {least}, for example --{option} {max(least, 1)}")
+    for option, most in _AT_MOST.items():
+        value = getattr(config, option)
+        if value is not None and value > most:
+            raise ValueError(f"{option}={value} must be at most {most}, for example --{option} {1}")
     if not 0 <= config.dropout < 1:
         raise ValueError(f"dropout={config.dropout} must be in [0, 1), for example --dropout 0.1")
     if config.schedule is not None and config.schedule not in SCHEDULES:

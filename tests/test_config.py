@@ -189,3 +189,8 @@ def test_words_that_are_refused(words, said):
     with pytest.raises(ValueError) as error:
         parse(words, COMMANDS)
     assert said in str(error.value) and "\n" not in str(error.value)
+
+
+@pytest.mark.parametrize(("option", "value", "most"), [("seed", 2**32, 2**32 - 1), ("emulate_devices", 2**32, 1024)])
+def test_what_would_be_cut_off_is_refused(option, value, most):
+    assert refusal(**{option: value}) == f"{option}={value} must be at most {most}, for example --{option} 1"
