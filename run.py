@@ -12,14 +12,16 @@ import os
 import shutil
 import sys
 import warnings
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
+from typing import Any, NamedTuple
 
 import jax
 
 import models
 from jaxpp import config as options
 from jaxpp import mesh, metrics, partition, plan, train
-from jaxpp.config import Config
+from jaxpp.config import Config, PlanConfig
+from jaxpp.options import parse
 
 SAMPLE_TOKENS = 160
 
@@ -56,8 +58,10 @@ def describe(run: train.Run, corpus: str, parameters: int) -> str:
     )
 
 
-def run_train(config: Config, model: models.GPT2Config) -> None:
+def run_train(config: Config) -> None:
     """Train, validate, sample, and say where the files are."""
+    model = model_config(config)
+    options.check(config, model.layers, model.positions)
     gpus = start_devices(config)
     model = dataclasses.replace(model, cudnn=gpus > 0)
     sizes = options.sizes(config, model.layers, model.positions, gpus)
@@ -84,12 +88,14 @@ def sample(run: train.Run, state: train.State, tokens: train.np.ndarray) -> str:
     return f"a continuation of {bytes(prompt[-32:]).decode(errors='replace')!r}:\n{text}"
 
 
-def run_plan(config: Config, model: models.GPT2Config, as_json: bool) -> None:
+def run_plan(config: PlanConfig) -> None:
     """Print the plan."""
+    model = model_config(config)
+    options.check(config, model.layers, model.positions)
     sizes = options.sizes(config, model.layers, model.positions)
     run = train.make_run(config, sizes, plan.abstract_mesh(sizes.pipe, sizes.data), model.layers)
     found = plan.make_plan(run, builder(model))
-    if as_json:
+    if config.json:
         print(json.dumps(found))
     else:
         terminal = sys.stdout.isatty()
@@ -97,17 +103,22 @@ def run_plan(config: Config, model: models.GPT2Config, as_json: bool) -> None:
         print(plan.as_text(run, found, width, terminal and "NO_COLOR" not in os.environ))
 
 
+class Command(NamedTuple):
+    """A command of run.py: its options, a frozen dataclass, and what it does with them."""
+
+    options: type
+    run: Callable[[Any], None]
+
+
+COMMANDS = {"train": Command(Config, run_train), "plan": Command(PlanConfig, run_plan)}
+
+
 def main(arguments: Sequence[str]) -> int:
     """Run a command line; returns the exit code, 2 for bad input."""
     warnings.showwarning = lambda message, *_: print(f"warning: {message}", file=sys.stderr)
     try:
-        command, as_json, config = options.parse(arguments, ("train", "plan"))
-        model = model_config(config)
-        options.check(config, model.layers, model.positions)
-        if command == "plan":
-            run_plan(config, model, as_json)
-        else:
-            run_train(config, model)
+        name, given = parse(arguments, {name: command.options for name, command in COMMANDS.items()})
+        COMMANDS[name].run(given)
     except ValueError as error:
         print(f"error: {error}", file=sys.stderr)
         return 2

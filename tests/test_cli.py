@@ -45,7 +45,7 @@ def test_too_few_devices(tmp_path: Path, word: str) -> None:
 def test_unknown_option_in_a_process(tmp_path: Path) -> None:
     done = start(tmp_path, "--batchsize", "4")
     assert (done.returncode, done.stdout) == (2, "")
-    assert done.stderr == "error: --batchsize is not an option, did you mean --batch_size?\n"
+    assert done.stderr == "error: --batchsize is not an option of train, did you mean --batch_size?\n"
 
 
 def test_output_where_there_is_no_terminal(tmp_path: Path, token_file: str) -> None:

@@ -4,9 +4,10 @@ from dataclasses import MISSING, fields
 
 import pytest
 
-from jaxpp.config import Config, Sizes, check, parse, sizes
+from jaxpp.config import MOST_MICROBATCHES, Config, PlanConfig, Sizes, check, sizes
+from jaxpp.options import parse
 
-COMMANDS = ("train", "plan")
+COMMANDS = {"train": Config, "plan": PlanConfig}
 OTHER = {int: 3, float: 0.25, str: "other"}
 OPTIONS = {option.name: option for option in fields(Config)}
 
@@ -18,20 +19,19 @@ def test_every_option_is_read(name, dash):
     kind, choices = OPTIONS[name].metadata["type"], OPTIONS[name].metadata["choices"]
     word = f"--{name.replace('_', '-') if dash else name}"
     if kind is bool:
-        assert parse([word], COMMANDS)[2] == Config(**{name: True})
+        assert parse([word], COMMANDS) == ("train", Config(**{name: True}))
         return
     value = choices[-1] if choices else OTHER[kind]
     want = Config(**{name: value})
     assert want != Config()
-    assert parse([word, str(value)], COMMANDS) == ("train", False, want)
-    assert parse([f"{word}={value}"], COMMANDS) == ("train", False, want)
+    assert parse([word, str(value)], COMMANDS) == ("train", want)
+    assert parse([f"{word}={value}"], COMMANDS) == ("train", want)
 
 
 def test_defaults_and_commands():
-    assert parse([], COMMANDS) == ("train", False, Config())
-    assert parse(["train"], COMMANDS) == ("train", False, Config())
-    assert parse(["plan", "--json", "--seed", "3"], COMMANDS) == ("plan", True, Config(seed=3))
-    assert parse(["--seed", "3", "plan"], COMMANDS) == ("plan", False, Config(seed=3))
+    assert parse([], COMMANDS) == ("train", Config())
+    assert parse(["train"], COMMANDS) == ("train", Config())
+    assert parse(["plan", "--json", "--seed", "3"], COMMANDS) == ("plan", PlanConfig(json=True, seed=3))
     assert all(option.default is not MISSING for option in OPTIONS.values())
 
 
@@ -124,7 +124,13 @@ def test_remat_is_checked(remat, near):
 
 
 def test_what_the_model_can_take():
-    assert "pipeline_parallel=9 is more than 8 layers" in refusal(pipeline_parallel=9)
+    message = refusal(pipeline_parallel=9)
+    assert "pipeline_parallel=9 x virtual_pipeline_parallel=1 is more than the 8 layers" in message
+    message = refusal(pipeline_parallel=3, virtual_pipeline_parallel=3)
+    assert "3 x virtual_pipeline_parallel=3 is more" in message and message.endswith("--pipeline_parallel 2")
+    message = refusal(min_learning_rate=0.1, learning_rate=0.01)
+    assert "min_learning_rate=0.1 is above learning_rate=0.01" in message
+    check(Config(min_learning_rate=0.01, learning_rate=0.01), layers=8, positions=256)
     message = refusal(sequence_length=257)
     assert "sequence_length=257" in message and "--sequence_length 256" in message
     check(Config(pipeline_parallel=8, sequence_length=256), layers=8, positions=256)
@@ -161,7 +167,9 @@ def test_sizes_of_a_small_model():
 )
 def test_total_batch_size_that_does_not_divide(total, nearest):
     options = {"data_parallel": 2, "pipeline_parallel": 1}
-    with pytest.raises(ValueError, match=f"total_batch_size={total} .* 2 x 2 x 64 = 256: the nearest") as error:
+    with pytest.raises(
+        ValueError, match=f"total_batch_size={total} .* 2 x 2 x 64 = 256: the nearest (is|are)"
+    ) as error:
         sizes(Config(total_batch_size=total, **options), layers=8, positions=256)
     assert str(error.value).endswith(" and ".join(map(str, nearest)))
     for fits in nearest:
@@ -171,18 +179,19 @@ def test_total_batch_size_that_does_not_divide(total, nearest):
 @pytest.mark.parametrize(
     ("words", "said"),
     [
-        (["--batchsize", "4"], "--batchsize is not an option, did you mean --batch_size?"),
+        (["--batchsize", "4"], "--batchsize is not an option of train, did you mean --batch_size?"),
         (["--batch-siz=4"], "did you mean --batch_size?"),
         (["--batch", "4"], "--batch is not an option"),  # no abbreviations
-        (["--qqq"], "--qqq is not an option (see --help)"),
-        (["train", "extra"], "extra is not an option"),
+        (["--qqq"], "--qqq is not an option of train (see --help)"),
+        (["train", "extra"], "extra is not an option of train"),
+        (["--json"], "--json is not an option of train"),
         (["tran"], "command='tran' is unknown, did you mean 'train'? (one of train, plan)"),
-        (["--batch_size", "four"], "'four'"),
-        (["--batch_size", "1.5"], "'1.5'"),
-        (["--learning_rate", "fast"], "'fast'"),
+        (["--batch_size", "four"], "batch_size='four' is not a whole number, for example --batch_size 2"),
+        (["--batch-size=1.5"], "batch_size='1.5' is not a whole number, for example --batch_size 2"),
+        (["--learning_rate", "fast"], "learning_rate='fast' is not a number, for example --learning_rate 0.002"),
         (["--batch_size"], "batch_size"),
-        (["--optimizer", "adam"], "adamw"),
-        (["--lr_decay_style", "cosin"], "cosine"),
+        (["--optimizer", "adam"], "optimizer='adam' is unknown, did you mean 'adamw'? (one of adamw, sgd)"),
+        (["--lr_decay_style", "cosin"], "lr_decay_style='cosin' is unknown, did you mean 'cosine'?"),
     ],
 )
 def test_words_that_are_refused(words, said):
@@ -191,6 +200,17 @@ def test_words_that_are_refused(words, said):
     assert said in str(error.value) and "\n" not in str(error.value)
 
 
-@pytest.mark.parametrize(("option", "value", "most"), [("seed", 2**32, 2**32 - 1), ("emulate_devices", 2**32, 1024)])
-def test_what_would_be_cut_off_is_refused(option, value, most):
-    assert refusal(**{option: value}) == f"{option}={value} must be at most {most}, for example --{option} 1"
+def test_more_microbatches_than_a_schedule_has():
+    most = MOST_MICROBATCHES * 128
+    assert sizes(Config(total_batch_size=most), layers=8, positions=256).microbatches == MOST_MICROBATCHES
+    with pytest.raises(
+        ValueError, match=f"at most {MOST_MICROBATCHES}: raise batch_size, or use at most --total_batch_size {most}$"
+    ):
+        sizes(Config(total_batch_size=most + 128), layers=8, positions=256)
+
+
+@pytest.mark.parametrize(
+    ("option", "value", "most", "works"), [("seed", 2**32, 2**32 - 1, 0), ("emulate_devices", 2**32, 1024, 1)]
+)
+def test_what_would_be_cut_off_is_refused(option, value, most, works):
+    assert refusal(**{option: value}) == f"{option}={value} must be at most {most}, for example --{option} {works}"
