@@ -26,14 +26,14 @@ from jaxpp.options import parse
 SAMPLE_TOKENS = 160
 
 
-def model_config(config: Config) -> models.GPT2Config:
+def model_config(config: Config) -> models.ModelConfig:
     """The model's sizes with the options that change it."""
     return dataclasses.replace(models.config_of(config.model), dropout=config.dropout)
 
 
-def builder(model: models.GPT2Config) -> train.Build:
+def builder(model: models.ModelConfig) -> train.Build:
     """A function key -> model."""
-    return lambda key: models.FAMILIES[type(model)](key, model)
+    return lambda key: models.build(key, model)
 
 
 def start_devices(config: Config) -> int:
@@ -66,7 +66,7 @@ def run_train(config: Config) -> None:
     model = dataclasses.replace(model, cudnn=gpus > 0)
     sizes = options.sizes(config, model.layers, model.positions, gpus)
     grid = mesh.make_mesh(sizes.pipe, sizes.data)
-    run = train.make_run(config, sizes, grid, model.layers)
+    run = train.make_run(config, sizes, grid, model.layers, models.training_loss(model))
     train_tokens, validation_tokens, corpus = train.load_corpus(config, model.vocab_size)
     train.check_corpus(run, train_tokens, validation_tokens)
     build = builder(model)
@@ -93,7 +93,9 @@ def run_plan(config: PlanConfig) -> None:
     model = model_config(config)
     options.check(config, model.layers, model.positions)
     sizes = options.sizes(config, model.layers, model.positions)
-    run = train.make_run(config, sizes, plan.abstract_mesh(sizes.pipe, sizes.data), model.layers)
+    run = train.make_run(
+        config, sizes, plan.abstract_mesh(sizes.pipe, sizes.data), model.layers, models.training_loss(model)
+    )
     found = plan.make_plan(run, builder(model))
     if config.json:
         print(json.dumps(found))

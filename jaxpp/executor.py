@@ -22,7 +22,7 @@ import numpy as np
 from jax.sharding import Mesh, NamedSharding, PartitionSpec
 
 from jaxpp import partition, remat, slots, wire
-from jaxpp.losses import token_loss
+from jaxpp.losses import token_loss, with_metrics
 from jaxpp.mesh import DATA, PIPE
 from jaxpp.partition import Placed
 from jaxpp.precision import Precision, resolve
@@ -37,13 +37,15 @@ class Result(NamedTuple):
 
     loss: float32 [], sum over valid tokens / their global count. grads: like the parameters, float32.
     microbatch_losses: float32 [M], the loss's sum over each microbatch's valid tokens / the same global count.
-    workspace: the ring, to be donated to the next step.
+    workspace: the ring, to be donated to the next step. metrics: what the loss function returned beside the loss, over
+    the same count, float32.
     """
 
     loss: jax.Array
     grads: Placed
     microbatch_losses: jax.Array
     workspace: Tree
+    metrics: dict[str, jax.Array]
 
 
 def value_and_grad(
@@ -57,7 +59,8 @@ def value_and_grad(
 
     Args: schedule, of `schedules.build`; mesh, with axes data and pipe; precision, default float32 throughout;
     remat, what F keeps for B: "full" the chunk's input, "none" everything, else a policy (see `remat.policy_names`);
-    loss(head, embed, stream, microbatch) -> its sum over valid tokens, float32 [].
+    loss(head, embed, stream, microbatch) -> its sum over valid tokens, float32 [], or a pair of it and a dict of
+    metrics, sums over valid tokens too.
     Returns: a function (params, batch, key=None) -> (loss, grads), for use under `jax.jit`. params: of
     `partition.place`. batch: a dict of arrays [M, DP*B, T], among them tokens and labels (-100: no loss).
     Raises ValueError, when traced, where schedule, mesh, parameters and batch do not fit each other.
@@ -95,10 +98,10 @@ def train_step(
             raise ValueError(f"the workspace is of another batch or pipeline: {error}") from None
     tables = (_by_name(pipeline.schedule.forward), _by_name(pipeline.schedule.backward))
     ring_spec = jax.tree.map(lambda _: PartitionSpec((DATA, PIPE)), workspace)
-    out_specs = (PartitionSpec(), PartitionSpec(), partition.specs(params), ring_spec)
+    out_specs = (PartitionSpec(), partition.specs(params), ring_spec)
     results = _mapped(pipeline, _train, out_specs)(params, batch, tables, _chunk_table(params), key, workspace)
-    total, microbatch_losses, grads, workspace = results
-    return Result(total, grads, microbatch_losses, workspace)
+    losses, grads, workspace = results
+    return Result(jnp.sum(losses["loss"]), grads, losses["loss"], workspace, losses["metrics"])
 
 
 def eval_step(pipeline: Pipeline, params: Placed, batch: dict[str, jax.Array]) -> tuple[jax.Array, jax.Array]:
@@ -192,7 +195,7 @@ def _check(pipeline: Pipeline, params: Placed, batch: dict[str, jax.Array]) -> N
 
 def _train(
     pipeline: Pipeline, dims: dict, params: Placed, batch: dict, tables: tuple, chunk_table: dict, key: Any, ring: Tree
-) -> tuple[jax.Array, jax.Array, Placed, Tree]:
+) -> tuple[dict, Placed, Tree]:
     """The step as one rank sees it: prepare, scan the ticks, reduce."""
     ctx = slots.make_context(pipeline, dims, params, batch, chunk_table, key)
     shapes = slots.make_shapes(pipeline, ctx.weights, ctx.outer, batch, key)
@@ -206,7 +209,10 @@ def _train(
         "returned": slots.blank(shapes.stream, schedule.backward_inbox),
         "blocks": accumulators[0],
         "outer": accumulators[1],
-        "losses": jnp.zeros(schedule.microbatches, jnp.float32),
+        "losses": {
+            "loss": jnp.zeros(schedule.microbatches, jnp.float32),
+            "metrics": jax.tree.map(lambda a: jnp.zeros(a.shape, jnp.float32), shapes.metrics),
+        },
     }
 
     def tick(carry: dict, row: tuple[dict, dict]) -> tuple[dict, None]:
@@ -225,7 +231,7 @@ def _train(
     carry, _ = jax.lax.scan(tick, carry, tables)
     losses = jax.lax.psum(carry["losses"], (DATA, PIPE))
     grads = _reduce(pipeline, dims, params, carry["blocks"], carry["outer"])
-    return jnp.sum(losses), losses, grads, jax.tree.map(lambda a: a[None], carry["ring"])
+    return losses, grads, jax.tree.map(lambda a: a[None], carry["ring"])
 
 
 def _reduce(pipeline: Pipeline, dims: dict, params: Placed, blocks: list, outer: dict) -> Placed:
@@ -264,7 +270,7 @@ def _evaluate(
         def run(total: jax.Array) -> tuple[jax.Array, Tree]:
             out = slots.plain_forward(ctx, c, m, slots.chunk_input(ctx, shapes, f, m, arrived))
             outer, microbatch = ctx.outer, slots.at(ctx.batch, m)
-            loss = lambda: pipeline.loss(outer["head"], outer["embed"], out, microbatch)
+            loss = lambda: with_metrics(pipeline.loss(outer["head"], outer["embed"], out, microbatch))[0]
             return total + jax.lax.cond(f["output"] != IDLE, loss, lambda: jnp.zeros(())), out
 
         total, out = jax.lax.cond(c != IDLE, run, lambda total: (total, slots.blank(shapes.stream)), total)

@@ -24,6 +24,11 @@ def token_loss(head: Any, embed: Any, stream: Any, microbatch: dict[str, jax.Arr
     return cross_entropy(head(stream, embed), microbatch["labels"])
 
 
+def with_metrics(loss: Any) -> tuple[jax.Array, dict[str, jax.Array]]:
+    """What a loss function returned, as (loss, metrics): it may return the loss alone."""
+    return loss if isinstance(loss, tuple) else (loss, {})
+
+
 def count_valid(labels: jax.Array) -> jax.Array:
     """Number of labels that carry a loss, float32 []."""
     return jnp.sum(labels != IGNORE).astype(jnp.float32)

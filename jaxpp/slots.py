@@ -17,7 +17,7 @@ import jax.numpy as jnp
 from jax.sharding import Mesh
 
 from jaxpp import partition, remat, wire
-from jaxpp.losses import count_valid, token_loss
+from jaxpp.losses import count_valid, token_loss, with_metrics
 from jaxpp.mesh import DATA, PIPE
 from jaxpp.partition import Placed
 from jaxpp.precision import Precision
@@ -113,11 +113,13 @@ def make_context(pipeline: Pipeline, dims: dict, params: Placed, batch: dict, ch
 
 
 class Shapes(NamedTuple):
-    """Static facts about a step, from abstract traces. stream: its spec. templates: one a place. ring: its spec."""
+    """Static facts about a step, from abstract traces. stream: its spec. templates: one a place. ring: its spec.
+    metrics: those of the loss, float32."""
 
     stream: Tree
     templates: list[remat.Template]
     ring: Tree
+    metrics: dict[str, Any]
 
 
 def _layer(pipeline: Pipeline) -> Callable:
@@ -141,7 +143,9 @@ def make_shapes(pipeline: Pipeline, weights: list, outer: dict, batch: dict, key
     kept = stream if pipeline.remat == "full" else [t.kept for t in templates]
     slots = pipeline.schedule.ring_slots
     ring = jax.tree.map(lambda a: jax.ShapeDtypeStruct((slots, *a.shape), a.dtype), kept)
-    return Shapes(stream, templates, ring)
+    loss = lambda outer, out, batch: with_metrics(pipeline.loss(outer["head"], outer["embed"], out, batch))[1]
+    metrics = jax.eval_shape(loss, outer, stream, microbatch)
+    return Shapes(stream, templates, ring, metrics)
 
 
 def at(tree: Tree, index: jax.Array | int) -> Tree:
@@ -257,14 +261,14 @@ def plain_forward(ctx: Context, c: jax.Array, m: jax.Array, stream: Tree) -> Tre
     return stream
 
 
-def backward_slot(ctx: Context, shapes: Shapes, b: dict, carry: dict) -> tuple[list, dict, jax.Array, Tree]:
+def backward_slot(ctx: Context, shapes: Shapes, b: dict, carry: dict) -> tuple[list, dict, dict, Tree]:
     """B: a chunk's backward; on the last chunk also head and loss, on the first also the embedding.
 
-    Returns the accumulators of blocks and outer, the losses, and the cotangent that is sent.
+    Returns the accumulators of blocks and outer, the losses and metrics, and the cotangent that is sent.
     """
     c, m = b["chunk"], b["microbatch"]
 
-    def run(blocks: list, outer: dict, losses: jax.Array, carry: dict) -> tuple[list, dict, jax.Array, Tree]:
+    def run(blocks: list, outer: dict, losses: dict, carry: dict) -> tuple[list, dict, dict, Tree]:
         weights, known = ctx.chunk_weights(c), ctx.known(c, m)
         kept = at(carry["ring"], b["ring"])
         if ctx.pipeline.remat == "full":
@@ -282,22 +286,24 @@ def backward_slot(ctx: Context, shapes: Shapes, b: dict, carry: dict) -> tuple[l
         outer = jax.lax.cond(first, partial(_embed_backward, ctx, m), lambda o, _: o, outer, cotangent)
         return blocks, outer, losses, cotangent
 
-    def idle(blocks: list, outer: dict, losses: jax.Array, carry: dict) -> tuple[list, dict, jax.Array, Tree]:
+    def idle(blocks: list, outer: dict, losses: dict, carry: dict) -> tuple[list, dict, dict, Tree]:
         return blocks, outer, losses, blank(shapes.stream)
 
     return jax.lax.cond(c != IDLE, run, idle, carry["blocks"], carry["outer"], carry["losses"], carry)
 
 
-def _head_backward(ctx: Context, m: jax.Array, outer: dict, losses: jax.Array, out: Tree) -> tuple[dict, Any, Tree]:
-    """Loss of a microbatch and its gradients, from the last chunk's output."""
-    microbatch = at(ctx.batch, m)
+def _head_backward(ctx: Context, m: jax.Array, outer: dict, losses: dict, out: Tree) -> tuple[dict, dict, Tree]:
+    """Loss and metrics of a microbatch and the loss's gradients, from the last chunk's output."""
+    microbatch, count = at(ctx.batch, m), jnp.maximum(ctx.count, 1.0)
 
-    def loss(weights: dict, out: Tree) -> jax.Array:
-        return ctx.pipeline.loss(weights["head"], weights["embed"], out, microbatch) / jnp.maximum(ctx.count, 1.0)
+    def loss(weights: dict, out: Tree) -> tuple[jax.Array, dict]:
+        value, metrics = with_metrics(ctx.pipeline.loss(weights["head"], weights["embed"], out, microbatch))
+        return value / count, metrics
 
-    value, (found, cotangent) = jax.value_and_grad(loss, argnums=(0, 1))(ctx.outer, out)
+    (value, metrics), (found, cotangent) = jax.value_and_grad(loss, argnums=(0, 1), has_aux=True)(ctx.outer, out)
     outer = jax.tree.map(lambda a, g: a + g.astype(a.dtype), outer, found)
-    return outer, losses.at[m].set(value), cotangent
+    sums = jax.tree.map(lambda a, v: a + v.astype(a.dtype) / count, losses["metrics"], metrics)
+    return outer, {"loss": losses["loss"].at[m].set(value), "metrics": sums}, cotangent
 
 
 def _embed_backward(ctx: Context, m: jax.Array, outer: dict, cotangent: Tree) -> dict:

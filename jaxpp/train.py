@@ -5,7 +5,7 @@ Legend: B microbatch size, T sequence, M microbatches, DP data ranks.
 
 import time
 from collections.abc import Callable, Iterator
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from functools import partial
 from typing import Any, NamedTuple, cast
 
@@ -18,6 +18,7 @@ from jax.sharding import Mesh, NamedSharding, PartitionSpec
 from jaxpp import data, executor, optim, partition, precision, schedules, wire
 from jaxpp.config import Config, Sizes
 from jaxpp.executor import Pipeline
+from jaxpp.losses import token_loss
 from jaxpp.mesh import DATA
 from jaxpp.metrics import Log
 from jaxpp.partition import Placed
@@ -44,6 +45,7 @@ class Run:
     sizes: Sizes
     mesh: Any
     layout: partition.Layout
+    loss: Callable = token_loss
 
     @property
     def pipeline(self) -> Pipeline:
@@ -51,7 +53,7 @@ class Run:
         c, s = self.config, self.sizes
         chosen = precision.resolve(c.dtype, c.pipeline_dtype, c.grad_pipeline_dtype, c.fp32_residual)
         table = schedules.build(c.schedule_name, s.pipe, s.microbatches, c.virtual_pipeline_parallel)
-        return Pipeline(table, self.mesh, chosen, c.remat)
+        return Pipeline(table, self.mesh, chosen, c.remat, self.loss)
 
     @property
     def rate(self) -> Callable[[Any], jax.Array]:
@@ -76,9 +78,10 @@ class Run:
         return jax.eval_shape(lambda: jax.random.key(0)) if self.config.dropout else None
 
 
-def make_run(config: Config, sizes: Sizes, mesh: Any, layers: int) -> Run:
-    """Describe a run. Raises ValueError where layers, stages and chunks do not fit."""
-    return Run(config, sizes, mesh, partition.split_layers(layers, sizes.pipe, config.virtual_pipeline_parallel))
+def make_run(config: Config, sizes: Sizes, mesh: Any, layers: int, loss: Callable = token_loss) -> Run:
+    """Describe a run; loss, see `executor.value_and_grad`. Raises ValueError where layers and stages do not fit."""
+    layout = partition.split_layers(layers, sizes.pipe, config.virtual_pipeline_parallel)
+    return Run(config, sizes, mesh, layout, loss)
 
 
 def placed_spec(run: Run, build: Build) -> Placed:
@@ -109,7 +112,7 @@ def _everywhere(mesh: Mesh) -> NamedSharding:
 def make_step(run: Run) -> Callable[[State, dict], tuple[State, dict[str, jax.Array]]]:
     """The jitted training step: gradients, clipping, update; the state is donated.
 
-    The metrics are loss, grad_norm (before clipping) and learning_rate, float32 [].
+    The metrics are loss, grad_norm (before clipping) and learning_rate, float32 [], and those of the loss.
     """
     config, pipeline, optimizer, rate = run.config, run.pipeline, run.optimizer, run.rate
 
@@ -126,7 +129,7 @@ def make_step(run: Run) -> Callable[[State, dict], tuple[State, dict[str, jax.Ar
         # optax's types know no trees but their own
         updates, opt_state = optimizer.update(cast(Any, grads), state.opt_state, cast(Any, state.params))
         params = cast(Placed, optax.apply_updates(cast(Any, state.params), updates))
-        metrics = {"loss": result.loss, "grad_norm": norm, "learning_rate": rate(state.step)}
+        metrics = {"loss": result.loss, "grad_norm": norm, "learning_rate": rate(state.step), **result.metrics}
         return State(params, opt_state, state.step + 1, result.workspace), metrics
 
     return jax.jit(step, donate_argnums=0)
@@ -168,7 +171,8 @@ def check_corpus(run: Run, train_tokens: np.ndarray, validation_tokens: np.ndarr
 
 def make_eval(run: Run) -> Callable[[Placed, list[dict]], float]:
     """A function (params, batches) -> mean loss of a valid token, through the pipeline forward only."""
-    evaluate = jax.jit(partial(executor.eval_step, run.pipeline))
+    # Validation is of the text alone: what else a model trains by stays out.
+    evaluate = jax.jit(partial(executor.eval_step, replace(run.pipeline, loss=token_loss)))
 
     def mean(params: Placed, batches: list[dict]) -> float:
         sums = [evaluate(params, put_batch(run, batch)) for batch in batches]
@@ -215,7 +219,7 @@ def _reporter(run: Run, log: Log) -> Callable:
             waiting.append((step, metrics))
         while len(waiting) > (0 if flush else 1):
             number, values = waiting.pop(0)
-            found = {name: float(value) for name, value in jax.device_get(values).items()}
+            found = {name: value.tolist() for name, value in jax.device_get(values).items()}
             now = time.perf_counter()
             seconds, clock[0] = now - clock[0], now
             speed = {"tokens_per_second": run.sizes.tokens / seconds, "step_seconds": seconds}

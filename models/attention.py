@@ -1,16 +1,53 @@
-"""Causal self-attention.
+"""Causal self-attention: grouped queries, rotary positions, packed documents, sliding windows, a cache.
 
 Query and key-value weights carry heads as dims of their own (wkv is [D, 2, K, H]), so that sharding over heads never
 splits a fused weight in the middle.
 
-Legend: B microbatch size, T sequence, D model, N heads, K kv heads, H head dim.
+Legend: B microbatch size, T sequence (of the queries), S sequence (of the keys), D model, N heads, K kv heads,
+H head dim.
 """
+
+from dataclasses import dataclass
+from typing import NamedTuple
 
 import jax
 import jax.numpy as jnp
 from flax import nnx
 
 from models.dense import normal, project
+from models.norm import RMSNorm
+from models.rope import Rope, rotate
+
+
+@dataclass(frozen=True)
+class AttentionSpec:
+    """Sizes and kinds of an attention layer.
+
+    heads N; kv_heads K, dividing N; head_dim H. bias: on all four projections. std: of initial weights, out_std: of the
+    output projection's. rope: rotary positions, or None. qk_norm: epsilon of a norm over each head of queries and keys,
+    or None. window: how many positions are seen, the own one included, or None for all before. dropout: of the
+    attention weights. cudnn: use cuDNN's fused attention where it can be, which needs a GPU.
+    """
+
+    dim: int
+    heads: int
+    kv_heads: int
+    head_dim: int
+    bias: bool = False
+    std: float = 0.02
+    out_std: float = 0.02
+    rope: Rope | None = None
+    qk_norm: float | None = None
+    window: int | None = None
+    dropout: float = 0.0
+    cudnn: bool = False
+
+
+class Cache(NamedTuple):
+    """Keys and values of the positions so far, [B, S, K, H]; S is the room, of which the first ones are filled."""
+
+    k: jax.Array
+    v: jax.Array
 
 
 def dropout(x: jax.Array, rate: float, key: jax.Array | None) -> jax.Array:
@@ -21,73 +58,112 @@ def dropout(x: jax.Array, rate: float, key: jax.Array | None) -> jax.Array:
     return jnp.where(keep, x / (1.0 - rate), jnp.zeros((), x.dtype))
 
 
+def seen(queries: jax.Array, keys: jax.Array, window: int | None) -> jax.Array:
+    """Which keys a query sees by their positions in the sequence, int [T] and [S]: bool [T, S]."""
+    behind_TS = queries[:, None] - keys[None, :]
+    return (behind_TS >= 0) if window is None else (behind_TS >= 0) & (behind_TS < window)
+
+
+def kernel(spec: AttentionSpec, dtype: jnp.dtype, dropping: bool = False) -> str:
+    """Which attention runs: "cudnn" in half precision on a GPU, "plain" elsewhere. The one place that chooses.
+
+    Only the plain one can drop attention weights. On the CPU it takes half the time of `jax.nn.dot_product_attention`,
+    whose layout [B, T, N, H] makes its batched products slow there.
+    """
+    fits = spec.cudnn and jnp.dtype(dtype).itemsize == 2 and spec.head_dim <= 128
+    return "cudnn" if fits and not dropping else "plain"
+
+
 def attend(
+    spec: AttentionSpec,
     q_BTNH: jax.Array,
     k_BTKH: jax.Array,
     v_BTKH: jax.Array,
+    segments_BT: jax.Array | None = None,
+    key: jax.Array | None = None,
+) -> jax.Array:
+    """Causal softmax attention of a sequence to itself, softmax in float32; [B, T, N, H] in the queries' dtype.
+
+    segments_BT: int, the document of each token; tokens see their own document alone. key: for dropout of the weights.
+    """
+    same_BTS = None if segments_BT is None else segments_BT[:, :, None] == segments_BT[:, None, :]
+    dropping = key is not None and spec.dropout > 0.0
+    if kernel(spec, q_BTNH.dtype, dropping) == "cudnn":
+        options: dict = {"is_causal": True, "implementation": "cudnn"}
+        if spec.window is not None:
+            options["local_window_size"] = (spec.window - 1, 0)
+        if same_BTS is not None:
+            options["mask"] = same_BTS[:, None]
+        return jax.nn.dot_product_attention(q_BTNH, k_BTKH, v_BTKH, **options)
+    places = jnp.arange(q_BTNH.shape[1])
+    mask = seen(places, places, spec.window)
+    if same_BTS is not None:
+        mask = (mask & same_BTS)[:, None]
+    return plain_attend(q_BTNH, k_BTKH, v_BTKH, mask, spec.dropout, key)
+
+
+def plain_attend(
+    q_BTNH: jax.Array,
+    k_BSKH: jax.Array,
+    v_BSKH: jax.Array,
+    mask: jax.Array,
     rate: float = 0.0,
     key: jax.Array | None = None,
-    cudnn: bool = False,
 ) -> jax.Array:
-    """Causal softmax attention, softmax in float32; [B, T, N, H] in the queries' dtype.
-
-    rate, key: dropout of the attention weights, which only the plain path can do. cudnn: use cuDNN's fused attention
-    where it can be, in half precision on a GPU. On the CPU the plain path takes half the time of
-    `jax.nn.dot_product_attention`, whose layout [B, T, N, H] makes its batched products slow there.
-    """
-    dropping = key is not None and rate > 0.0
-    if cudnn and q_BTNH.dtype.itemsize == 2 and q_BTNH.shape[-1] <= 128 and not dropping:
-        return jax.nn.dot_product_attention(q_BTNH, k_BTKH, v_BTKH, is_causal=True, implementation="cudnn")
-    batch, length, heads, head_dim = q_BTNH.shape
-    groups = heads // k_BTKH.shape[2]
-    k_BTNH, v_BTNH = (jnp.repeat(a, groups, axis=2) if groups > 1 else a for a in (k_BTKH, v_BTKH))
-    # Z is batch x heads.
-    q_ZTH, k_ZTH, v_ZTH = (a.swapaxes(1, 2).reshape(-1, length, head_dim) for a in (q_BTNH, k_BTNH, v_BTNH))
-    scores_ZTS = jnp.einsum("zth,zsh->zts", q_ZTH, k_ZTH, preferred_element_type=jnp.float32)
-    causal_TS = jnp.tril(jnp.ones((length, length), bool))
-    scores_ZTS = jnp.where(causal_TS, scores_ZTS * head_dim**-0.5, -jnp.inf)
-    weights_ZTS = dropout(jax.nn.softmax(scores_ZTS, axis=-1), rate, key).astype(q_BTNH.dtype)
-    y_ZTH = jnp.einsum("zts,zsh->zth", weights_ZTS, v_ZTH)
-    return y_ZTH.reshape(batch, heads, length, head_dim).swapaxes(1, 2)
+    """Softmax attention in batched products. mask: bool [T, S] or [B, 1, T, S], where True is seen."""
+    groups = q_BTNH.shape[2] // k_BSKH.shape[2]
+    k_BSNH, v_BSNH = (jnp.repeat(a, groups, axis=2) if groups > 1 else a for a in (k_BSKH, v_BSKH))
+    q_BNTH, k_BNSH, v_BNSH = (a.swapaxes(1, 2) for a in (q_BTNH, k_BSNH, v_BSNH))
+    scores_BNTS = jnp.einsum("bnth,bnsh->bnts", q_BNTH, k_BNSH, preferred_element_type=jnp.float32)
+    scores_BNTS = jnp.where(mask, scores_BNTS * q_BTNH.shape[-1] ** -0.5, -jnp.inf)
+    weights_BNTS = dropout(jax.nn.softmax(scores_BNTS, axis=-1), rate, key).astype(q_BTNH.dtype)
+    return jnp.einsum("bnts,bnsh->bnth", weights_BNTS, v_BNSH).swapaxes(1, 2)
 
 
 class Attention(nnx.Module):
-    """Multi-head attention with optional biases.
+    """An attention layer. In a microbatch it reads `positions` (int [B, T], default 0..T-1) and `segments`."""
 
-    Args: dim D; heads N; kv_heads K, dividing N; head_dim H; bias, on all four projections; std, of initial
-    weights; out_std, of the output projection's; rate, dropout of the attention weights.
-    """
-
-    def __init__(
-        self,
-        key: jax.Array,
-        dim: int,
-        heads: int,
-        kv_heads: int,
-        head_dim: int,
-        bias: bool,
-        std: float,
-        out_std: float,
-        rate: float = 0.0,
-        cudnn: bool = False,
-    ) -> None:
+    def __init__(self, key: jax.Array, spec: AttentionSpec) -> None:
         q, kv, out = jax.random.split(key, 3)
-        self.wq = nnx.Param(normal(q, (dim, heads, head_dim), std))
-        self.wkv = nnx.Param(normal(kv, (dim, 2, kv_heads, head_dim), std))
-        self.wo = nnx.Param(normal(out, (heads, head_dim, dim), out_std))
-        if bias:
+        dim, heads, kv_heads, head_dim = spec.dim, spec.heads, spec.kv_heads, spec.head_dim
+        self.wq = nnx.Param(normal(q, (dim, heads, head_dim), spec.std))
+        self.wkv = nnx.Param(normal(kv, (dim, 2, kv_heads, head_dim), spec.std))
+        self.wo = nnx.Param(normal(out, (heads, head_dim, dim), spec.out_std))
+        if spec.bias:
             self.bq = nnx.Param(jnp.zeros((heads, head_dim)))
             self.bkv = nnx.Param(jnp.zeros((2, kv_heads, head_dim)))
             self.bo = nnx.Param(jnp.zeros(dim))
-        self.bias = bias
-        self.rate = rate
-        self.cudnn = cudnn
+        if spec.qk_norm is not None:
+            self.q_norm = RMSNorm(head_dim, spec.qk_norm)
+            self.k_norm = RMSNorm(head_dim, spec.qk_norm)
+        self.spec = spec
 
-    def __call__(self, x_BTD: jax.Array, key: jax.Array | None) -> jax.Array:
+    def __call__(self, x_BTD: jax.Array, microbatch: dict[str, jax.Array], key: jax.Array | None) -> jax.Array:
+        positions = microbatch.get("positions", jnp.arange(x_BTD.shape[1]))
+        heads = self._heads(x_BTD, positions)
+        return self._out(attend(self.spec, *heads, microbatch.get("segments"), key))
+
+    def extend(self, x_BTD: jax.Array, cache: Cache, start: jax.Array) -> tuple[jax.Array, Cache]:
+        """Attention of T new tokens at positions start, start+1, ... to themselves and the cache, which gets them."""
+        positions = start + jnp.arange(x_BTD.shape[1])
+        q_BTNH, k_BTKH, v_BTKH = self._heads(x_BTD, positions)
+        write = lambda old, new: jax.lax.dynamic_update_slice_in_dim(old, new.astype(old.dtype), start, axis=1)
+        cache = Cache(write(cache.k, k_BTKH), write(cache.v, v_BTKH))
+        mask_TS = seen(positions, jnp.arange(cache.k.shape[1]), self.spec.window)
+        return self._out(plain_attend(q_BTNH, cache.k, cache.v, mask_TS)), cache
+
+    def _heads(self, x_BTD: jax.Array, positions: jax.Array) -> tuple[jax.Array, jax.Array, jax.Array]:
         q_BTNH = project(x_BTD, self.wq[...])
         kv_BTCKH = project(x_BTD, self.wkv[...])
-        if self.bias:
+        if self.spec.bias:
             q_BTNH, kv_BTCKH = q_BTNH + self.bq[...], kv_BTCKH + self.bkv[...]
-        y_BTNH = attend(q_BTNH, kv_BTCKH[:, :, 0], kv_BTCKH[:, :, 1], self.rate, key, self.cudnn)
+        k_BTKH, v_BTKH = kv_BTCKH[:, :, 0], kv_BTCKH[:, :, 1]
+        if self.spec.qk_norm is not None:
+            q_BTNH, k_BTKH = self.q_norm(q_BTNH), self.k_norm(k_BTKH)
+        if self.spec.rope is not None:
+            q_BTNH, k_BTKH = (rotate(a, positions, self.spec.rope) for a in (q_BTNH, k_BTKH))
+        return q_BTNH, k_BTKH, v_BTKH
+
+    def _out(self, y_BTNH: jax.Array) -> jax.Array:
         y_BTD = project(y_BTNH, self.wo[...], summed=2)
-        return y_BTD + self.bo[...] if self.bias else y_BTD
+        return y_BTD + self.bo[...] if self.spec.bias else y_BTD

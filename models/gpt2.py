@@ -8,7 +8,7 @@ from dataclasses import dataclass
 import jax
 from flax import nnx
 
-from models.attention import Attention, dropout
+from models.attention import Attention, AttentionSpec, Cache, dropout
 from models.dense import normal, project
 from models.mlp import GeluMLP
 from models.norm import LayerNorm
@@ -18,8 +18,9 @@ from models.norm import LayerNorm
 class GPT2Config:
     """Sizes of a GPT-2.
 
-    dropout: of embeddings, attention weights and both branches of a block, while training. tied: the head uses the
-    embedding's table. std: of initial weights. cudnn: use its attention where it can be, which needs a GPU.
+    hidden: of the MLP, default 4 times dim. dropout: of embeddings, attention weights and both branches of a block,
+    while training. tied: the head uses the embedding's table. std: of initial weights. epsilon: of the norms.
+    cudnn: use its attention where it can be, which needs a GPU.
     """
 
     vocab_size: int = 50257
@@ -27,10 +28,20 @@ class GPT2Config:
     layers: int = 12
     dim: int = 768
     heads: int = 12
+    hidden: int | None = None
     dropout: float = 0.0
     tied: bool = True
     std: float = 0.02
+    epsilon: float = 1e-5
     cudnn: bool = False
+
+    @property
+    def attention(self) -> AttentionSpec:
+        """The attention of a block."""
+        head_dim, out_std = self.dim // self.heads, self.std / (2 * self.layers) ** 0.5
+        return AttentionSpec(
+            self.dim, self.heads, self.heads, head_dim, True, self.std, out_std, dropout=self.dropout, cudnn=self.cudnn
+        )
 
 
 PRESETS = {
@@ -53,7 +64,11 @@ class Embed(nnx.Module):
 
     def __call__(self, microbatch: dict[str, jax.Array], key: jax.Array | None) -> jax.Array:
         tokens_BT = microbatch["tokens"]
-        x_BTD = self.tokens[...][tokens_BT] + self.positions[...][: tokens_BT.shape[1]]
+        if "positions" in microbatch:
+            place_BTD = self.positions[...][microbatch["positions"]]
+        else:
+            place_BTD = self.positions[...][: tokens_BT.shape[1]]
+        x_BTD = self.tokens[...][tokens_BT] + place_BTD
         return dropout(x_BTD, self.rate, key)
 
 
@@ -62,36 +77,30 @@ class Block(nnx.Module):
 
     def __init__(self, key: jax.Array, config: GPT2Config) -> None:
         attention, mlp = jax.random.split(key)
-        std = config.std
-        out_std = std / (2 * config.layers) ** 0.5  # so that the residual stream's variance does not grow with depth
-        head_dim = config.dim // config.heads
-        self.norm1, self.norm2 = LayerNorm(config.dim), LayerNorm(config.dim)
-        self.attention = Attention(
-            attention,
-            config.dim,
-            config.heads,
-            config.heads,
-            head_dim,
-            True,
-            std,
-            out_std,
-            config.dropout,
-            config.cudnn,
-        )
-        self.mlp = GeluMLP(mlp, config.dim, 4 * config.dim, std, out_std)
+        spec = config.attention
+        self.norm1, self.norm2 = (LayerNorm(config.dim, config.epsilon) for _ in range(2))
+        self.attention = Attention(attention, spec)
+        # Less for what writes into the residual stream, so that its variance does not grow with depth.
+        self.mlp = GeluMLP(mlp, config.dim, config.hidden or 4 * config.dim, spec.std, spec.out_std)
         self.rate = config.dropout
 
     def __call__(self, x_BTD: jax.Array, microbatch: dict[str, jax.Array], key: jax.Array | None) -> jax.Array:
         keys = (None, None, None) if key is None or self.rate == 0.0 else jax.random.split(key, 3)
-        x_BTD = x_BTD + dropout(self.attention(self.norm1(x_BTD), keys[0]), self.rate, keys[1])
+        x_BTD = x_BTD + dropout(self.attention(self.norm1(x_BTD), microbatch, keys[0]), self.rate, keys[1])
         return x_BTD + dropout(self.mlp(self.norm2(x_BTD)), self.rate, keys[2])
+
+    def extend(self, x_BTD: jax.Array, cache: Cache, start: jax.Array) -> tuple[jax.Array, Cache]:
+        """The block for T new tokens at position start, without dropout; see `Attention.extend`."""
+        y_BTD, cache = self.attention.extend(self.norm1(x_BTD), cache, start)
+        x_BTD = x_BTD + y_BTD
+        return x_BTD + self.mlp(self.norm2(x_BTD)), cache
 
 
 class Head(nnx.Module):
     """Final norm and projection to the vocabulary, by the embedding's table where tied."""
 
     def __init__(self, key: jax.Array, config: GPT2Config) -> None:
-        self.norm = LayerNorm(config.dim)
+        self.norm = LayerNorm(config.dim, config.epsilon)
         if not config.tied:
             self.table = nnx.Param(normal(key, (config.vocab_size, config.dim), config.std))
         self.tied = config.tied

@@ -22,3 +22,17 @@ class LayerNorm(nnx.Module):
         normal_BTD = centred_BTD * jax.lax.rsqrt(jnp.square(centred_BTD).mean(-1, keepdims=True) + self.epsilon)
         scale, bias = self.scale[...], self.bias[...]
         return (normal_BTD * scale.astype(jnp.float32) + bias.astype(jnp.float32)).astype(scale.dtype)
+
+
+class RMSNorm(nnx.Module):
+    """Root mean square normalisation with a scale (Zhang and Sennrich 2019, arXiv:1910.07467), over the last dim."""
+
+    def __init__(self, dim: int, epsilon: float = 1e-5) -> None:
+        self.scale = nnx.Param(jnp.ones(dim))
+        self.epsilon = epsilon
+
+    def __call__(self, x_BTD: jax.Array) -> jax.Array:
+        wide_BTD = x_BTD.astype(jnp.float32)
+        normal_BTD = wide_BTD * jax.lax.rsqrt(jnp.square(wide_BTD).mean(-1, keepdims=True) + self.epsilon)
+        scale = self.scale[...]
+        return (normal_BTD * scale.astype(jnp.float32)).astype(scale.dtype)

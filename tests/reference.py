@@ -10,7 +10,7 @@ import numpy as np
 from toy import EXACT
 
 import jaxpp
-from jaxpp.losses import count_valid, token_loss
+from jaxpp.losses import count_valid, token_loss, with_metrics
 
 
 class Reference(NamedTuple):
@@ -57,7 +57,7 @@ def _value_and_grad(
         stream = jax.tree.map(lambda a: a.astype(residual or a.dtype), stream)
         for i, block in enumerate(net.blocks):
             stream = block(stream, arrays, layer_key(key, at, i))
-        return loss(net.head, net.embed, stream, arrays)
+        return with_metrics(loss(net.head, net.embed, stream, arrays))[0]
 
     def total(master: jaxpp.Model) -> tuple[jax.Array, jax.Array]:
         sums = jax.lax.map(partial(one, master), (jnp.arange(microbatches * data), rows))
