@@ -103,7 +103,7 @@ def test_clipping_is_by_the_norm_over_all_stages(monkeypatch: pytest.MonkeyPatch
     grads.blocks[0].mlp.wi[...] = gradient
 
     def given(pipeline: Any, params: Any, batch: Any, key: Any, workspace: Any) -> executor.Result:
-        return executor.Result(jnp.zeros(()), grads, jnp.zeros(3), workspace)
+        return executor.Result(jnp.zeros(()), grads, jnp.zeros(3), workspace, {})
 
     monkeypatch.setattr(executor, "train_step", given)
     after, metrics = train.make_step(run)(state, train.put_batch(run, batch(run, 0)))
