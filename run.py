@@ -16,19 +16,29 @@ from collections.abc import Callable, Sequence
 from typing import Any, NamedTuple
 
 import jax
+import numpy as np
 
 import models
 from jaxpp import config as options
 from jaxpp import mesh, metrics, partition, plan, train
 from jaxpp.config import Config, PlanConfig
 from jaxpp.options import parse
+from models.attention import kernel
+from models.generate import Sampling, generate
 
 SAMPLE_TOKENS = 160
 
 
 def model_config(config: Config) -> models.ModelConfig:
-    """The model's sizes with the options that change it."""
-    return dataclasses.replace(models.config_of(config.model), dropout=config.dropout)
+    """The model's sizes with the options that change it. Raises ValueError for an option that is not of this model."""
+    model = dataclasses.replace(models.config_of(config.model), dropout=config.dropout)
+    for name, ours in {"router_balance_loss": "balance_loss", "router_z_loss": "z_loss"}.items():
+        value = getattr(config, name)
+        if value is not None and not hasattr(model, ours):
+            raise ValueError(f"{name}={value} is of models with experts, model={config.model} has none: leave it out")
+        if value is not None:
+            model = dataclasses.replace(model, **{ours: value})
+    return model
 
 
 def builder(model: models.ModelConfig) -> train.Build:
@@ -46,7 +56,7 @@ def start_devices(config: Config) -> int:
     return len(jax.devices()) if jax.default_backend() == "gpu" else 0
 
 
-def describe(run: train.Run, corpus: str, parameters: int) -> str:
+def describe(run: train.Run, model: models.ModelConfig, corpus: str, parameters: int) -> str:
     """The first line: what is trained, on what, how it is split."""
     c, s, device = run.config, run.sizes, jax.devices()[0]
     kind = f"{len(jax.devices())} emulated CPU devices" if device.platform == "cpu" else f"{device.device_kind}"
@@ -54,7 +64,8 @@ def describe(run: train.Run, corpus: str, parameters: int) -> str:
     return (
         f"training {c.model} ({parameters / 1e6:.1f}M parameters) on {corpus}: {c.schedule_name} over {s.pipe} stages"
         f"{chunks} x {s.data} replicas, {s.microbatches} microbatches of {s.rows} x {s.length} tokens, {c.dtype} with"
-        f" {run.pipeline.precision.wire} on the wire, {c.num_iteration} steps, {kind}"
+        f" {run.pipeline.precision.wire} on the wire, {c.num_iteration} steps, {kind},"
+        f" {kernel(model.attention, jax.numpy.dtype(c.dtype), c.dropout > 0)} attention"
     )
 
 
@@ -71,21 +82,26 @@ def run_train(config: Config) -> None:
     train.check_corpus(run, train_tokens, validation_tokens)
     build = builder(model)
     with metrics.Log(config.output_dir, config.num_iteration) as log:
-        log.say(describe(run, corpus, train.parameter_count(train.placed_spec(run, build))))
-        state = train.train(run, build, (train_tokens, validation_tokens), log)
-        if model.vocab_size == 256:
-            log.say(sample(run, state, validation_tokens))
+        log.say(describe(run, model, corpus, train.parameter_count(train.placed_spec(run, build))))
+        sample = (
+            sampler(run, model.positions, validation_tokens, log) if model.vocab_size == 256 else lambda params: None
+        )
+        train.train(run, build, (train_tokens, validation_tokens), log, sample)
         log.say(f"metrics are in {log.path}")
 
 
-def sample(run: train.Run, state: train.State, tokens: train.np.ndarray) -> str:
-    """A continuation of the validation text's beginning, as text."""
-    model = jax.device_put(partition.unstack(state.params), jax.local_devices()[0])
+def sampler(run: train.Run, positions: int, tokens: np.ndarray, log: metrics.Log) -> Callable[[partition.Placed], None]:
+    """A function that says how the model goes on after the validation text's beginning."""
     prompt = tokens[: run.sizes.length // 2]
     key = jax.random.key(run.config.seed)
-    found = train.continuation(model, prompt, SAMPLE_TOKENS, run.sizes.length, key)
-    text = bytes(found).decode(errors="replace")
-    return f"a continuation of {bytes(prompt[-32:]).decode(errors='replace')!r}:\n{text}"
+
+    def sample(params: partition.Placed) -> None:
+        count = min(SAMPLE_TOKENS, positions - len(prompt))
+        found = generate(params, prompt, count, key, Sampling(), partition.unstack, run.config.dtype)
+        text = bytes(found).decode(errors="replace")
+        log.say(f"a continuation of {bytes(prompt[-32:]).decode(errors='replace')!r}:\n{text}")
+
+    return sample
 
 
 def run_plan(config: PlanConfig) -> None:

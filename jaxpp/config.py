@@ -51,6 +51,13 @@ class Config:
     input_bin: str | None = option(None, "training tokens: llm.c file or text (default: Python's own source)")
     input_val_bin: str | None = option(None, "validation tokens, likewise")
     val_loss_every: int = option(0, "steps between validations, 0: only at the end", int, least=0)
+    sample_every: int = option(0, "steps between samples of text, 0: only at the end", int, least=0)
+    router_balance_loss: float | None = option(
+        None, "what the load-balancing loss of experts is multiplied with (default: the model's)", float, least=0
+    )
+    router_z_loss: float | None = option(
+        None, "what the z-loss of routers is multiplied with, likewise", float, least=0
+    )
     # A key holds 32 bits of the seed, and would drop the others without a word.
     seed: int = option(0, "of weights, data order and dropout", int, least=0, most=2**32 - 1)
     output_dir: str = option("output", "folder for metrics.jsonl")

@@ -4,7 +4,7 @@ Legend: B microbatch size, T sequence, M microbatches, DP data ranks.
 """
 
 import time
-from collections.abc import Callable, Iterator
+from collections.abc import Callable
 from dataclasses import dataclass, replace
 from functools import partial
 from typing import Any, NamedTuple, cast
@@ -182,10 +182,17 @@ def make_eval(run: Run) -> Callable[[Placed, list[dict]], float]:
     return mean
 
 
-def train(run: Run, build: Build, corpus: tuple[np.ndarray, np.ndarray], log: Log) -> State:
+def train(
+    run: Run,
+    build: Build,
+    corpus: tuple[np.ndarray, np.ndarray],
+    log: Log,
+    sample: Callable[[Placed], None] = lambda params: None,
+) -> State:
     """Train from scratch.
 
-    Args: build, key -> model; corpus, training and validation tokens.
+    Args: build, key -> model; corpus, training and validation tokens; sample, called with the parameters every
+    `sample_every` steps and at the end.
     Returns: the last state. Every step and validation is logged; the step's numbers are fetched while the next one
     runs, so that the host is never waited for.
     """
@@ -199,12 +206,16 @@ def train(run: Run, build: Build, corpus: tuple[np.ndarray, np.ndarray], log: Lo
     for i in range(config.num_iteration):
         state, metrics = step(state, put_batch(run, batches.at(i)))
         last = i + 1 == config.num_iteration
-        validate = last or (config.val_loss_every and (i + 1) % config.val_loss_every == 0)
-        report(i + 1, metrics, flush=bool(validate))
+        due = lambda every, i=i, last=last: last or (every > 0 and (i + 1) % every == 0)
+        validate, sampling = due(config.val_loss_every), due(config.sample_every)
+        report(i + 1, metrics, flush=validate or sampling)
         if validate:
             value = evaluate(state.params, held_out)
             log.write({"step": i + 1, "val_loss": value})
             log.say(f"step {i + 1}  validation loss {value:.4f}")
+        if sampling:
+            sample(state.params)
+        if validate or sampling:
             report(None, None, flush=True)
     return state
 
@@ -228,29 +239,6 @@ def _reporter(run: Run, log: Log) -> Callable:
             clock[0] = time.perf_counter()  # validation is no step's time
 
     return report
-
-
-def continuation(model: Any, prompt: np.ndarray, count: int, length: int, key: jax.Array) -> Iterator[int]:
-    """Sample tokens after a prompt, one at a time, at temperature 0.8, without a cache.
-
-    Args: model, layer by layer on one device; prompt, int [n], n < length; length, of the window that is attended to.
-    """
-
-    @jax.jit
-    def next_token(model: Any, tokens_BT: jax.Array, last: jax.Array, key: jax.Array) -> jax.Array:
-        microbatch = {"tokens": tokens_BT}
-        stream = model.embed(microbatch, None)
-        for block in model.blocks:
-            stream = block(stream, microbatch, None)
-        return jax.random.categorical(key, model.head(stream, model.embed)[0, last] / 0.8)
-
-    tokens = [int(t) for t in prompt]
-    for i in range(count):
-        window = tokens[-length:]
-        padded = np.zeros((1, length), np.int32)
-        padded[0, : len(window)] = window
-        tokens.append(int(next_token(model, padded, len(window) - 1, jax.random.fold_in(key, i))))
-        yield tokens[-1]
 
 
 def parameter_count(spec: Placed) -> int:

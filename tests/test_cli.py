@@ -55,7 +55,8 @@ def test_output_where_there_is_no_terminal(tmp_path: Path, token_file: str) -> N
     said = done.stdout.splitlines()
     assert said[0] == (
         f"training gpt2-tiny (1.7M parameters) on {token_file} (2,850 tokens): 1f1b over 2 stages x 1 replicas,"
-        " 2 microbatches of 2 x 16 tokens, bfloat16 with bfloat16 on the wire, 3 steps, 2 emulated CPU devices"
+        " 2 microbatches of 2 x 16 tokens, bfloat16 with bfloat16 on the wire, 3 steps,"
+        " 2 emulated CPU devices, plain attention"
     )
     assert "\x1b" not in done.stdout and "\r" not in done.stdout
     assert [line.split("  ")[0] for line in said[1:5]] == ["step 1", "step 2", "step 3", "step 3"]

@@ -58,7 +58,7 @@ LEAST = dict.fromkeys(
     ("pipeline_parallel", "virtual_pipeline_parallel", "data_parallel", "batch_size", "total_batch_size"), 1
 ) | {"sequence_length": 1, "num_iteration": 1, "emulate_devices": 1}
 LEAST |= dict.fromkeys(("warmup_iterations", "learning_rate", "min_learning_rate", "weight_decay", "clip_grad"), 0)
-LEAST |= {"val_loss_every": 0, "seed": 0}
+LEAST |= dict.fromkeys(("val_loss_every", "sample_every", "seed", "router_balance_loss", "router_z_loss"), 0)
 
 
 @pytest.mark.parametrize("name", LEAST)

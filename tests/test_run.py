@@ -49,6 +49,7 @@ def refusal(capsys: pytest.CaptureFixture, *arguments: str) -> str:
             ["--pipeline_parallel", "8", "--data_parallel", "2"],
             ["needs 16 devices, there are 8", "--emulate_devices 16"],
         ),
+        (["--router_z_loss", "0.1"], ["router_z_loss=0.1", "model=gpt2-tiny has none"]),
         (["--output_dir", "/dev/null/x"], ["output_dir='/dev/null/x'"]),
     ],
     ids=lambda a: " ".join(a) if a and a[0].startswith(("-", "t")) else "",
@@ -150,6 +151,27 @@ def test_metrics_file(tmp_path: Path) -> None:
     assert [set(line) for line in found] == [keys, keys, {"step", "val_loss"}, keys, {"step", "val_loss"}]
     assert [line["step"] for line in found] == [1, 2, 2, 3, 3]
     assert all(line["loss"] == np.float32(line["loss"]) != round(line["loss"], 4) for line in found if "loss" in line)
+
+
+def test_samples_on_the_way(tmp_path: Path, capsys: pytest.CaptureFixture) -> None:
+    """Every second step and at the end, from a pipeline; the steps' numbers come before the sample."""
+    lines(tmp_path, "--num_iteration", "5", "--sample_every", "2", "--pipeline_parallel", "4")
+    said = [line for line in capsys.readouterr().out.splitlines() if line.startswith(("step ", "a continuation of"))]
+    kinds = ["text" if line.startswith("a") else line.split("  ")[0].removeprefix("step ") for line in said]
+    assert kinds == ["1", "2", "text", "3", "4", "text", "5", "5", "text"]
+
+
+@pytest.mark.parametrize("model", ["llama3-tiny", "qwen3-tiny", "mixtral-tiny"])
+def test_the_other_models_train(tmp_path: Path, model: str) -> None:
+    found = lines(tmp_path, "--model", model, "--num_iteration", "6", "--warmup_iterations", "2", "--remat", "full")
+    losses = [line["loss"] for line in found if "loss" in line]
+    assert losses[-1] < losses[0] - 0.5
+    if model == "mixtral-tiny":
+        extra = {"cross_entropy", "balance_loss", "z_loss", "expert_load"}
+        assert extra < found[0].keys()
+        assert sum(found[0]["expert_load"]) == pytest.approx(1)
+        without = lines(tmp_path, "--model", model, "--num_iteration", "1", "--router_balance_loss", "0")
+        assert without[0]["loss"] < found[0]["loss"]
 
 
 def bigram_loss(train: np.ndarray, validation: np.ndarray) -> float:
