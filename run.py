@@ -13,6 +13,7 @@ import shutil
 import sys
 import warnings
 from collections.abc import Callable, Sequence
+from functools import partial
 from typing import Any, NamedTuple
 
 import jax
@@ -23,19 +24,29 @@ from jaxpp import config as options
 from jaxpp import mesh, metrics, partition, plan, train
 from jaxpp.config import Config, PlanConfig
 from jaxpp.options import parse
+from models import hf
 from models.attention import kernel
 from models.generate import Sampling, generate
 
 SAMPLE_TOKENS = 160
+DEFAULT_MODEL = "gpt2-tiny"
 
 
-def model_config(config: Config) -> models.ModelConfig:
+def source_of(config: Config) -> hf.Source | None:
+    """The weights that a run starts from, or None where it starts from random ones. Raises ValueError."""
+    if config.init_from is not None:
+        return hf.open_folder(config.init_from)
+    return hf.open_llmc(config.llmc_filepath) if config.llmc_filepath is not None else None
+
+
+def model_config(config: Config, source: hf.Source | None) -> models.ModelConfig:
     """The model's sizes with the options that change it. Raises ValueError for an option that is not of this model."""
-    model = dataclasses.replace(models.config_of(config.model), dropout=config.dropout)
+    model = source.config if source else models.config_of(config.model or DEFAULT_MODEL)
+    model = dataclasses.replace(model, dropout=config.dropout)
     for name, ours in {"router_balance_loss": "balance_loss", "router_z_loss": "z_loss"}.items():
         value = getattr(config, name)
         if value is not None and not hasattr(model, ours):
-            raise ValueError(f"{name}={value} is of models with experts, model={config.model} has none: leave it out")
+            raise ValueError(f"{name}={value} is of models with experts, this model has none: leave it out")
         if value is not None:
             model = dataclasses.replace(model, **{ours: value})
     return model
@@ -61,8 +72,9 @@ def describe(run: train.Run, model: models.ModelConfig, corpus: str, parameters:
     c, s, device = run.config, run.sizes, jax.devices()[0]
     kind = f"{len(jax.devices())} emulated CPU devices" if device.platform == "cpu" else f"{device.device_kind}"
     chunks = f" x {c.virtual_pipeline_parallel} chunks" if c.virtual_pipeline_parallel > 1 else ""
+    name = c.init_from or c.llmc_filepath or c.model or DEFAULT_MODEL
     return (
-        f"training {c.model} ({parameters / 1e6:.1f}M parameters) on {corpus}: {c.schedule_name} over {s.pipe} stages"
+        f"training {name} ({parameters / 1e6:.1f}M parameters) on {corpus}: {c.schedule_name} over {s.pipe} stages"
         f"{chunks} x {s.data} replicas, {s.microbatches} microbatches of {s.rows} x {s.length} tokens, {c.dtype} with"
         f" {run.pipeline.precision.wire} on the wire, {c.num_iteration} steps, {kind},"
         f" {kernel(model.attention, jax.numpy.dtype(c.dtype), c.dropout > 0)} attention"
@@ -71,7 +83,8 @@ def describe(run: train.Run, model: models.ModelConfig, corpus: str, parameters:
 
 def run_train(config: Config) -> None:
     """Train, validate, sample, and say where the files are."""
-    model = model_config(config)
+    source = source_of(config)
+    model = model_config(config, source)
     options.check(config, model.layers, model.positions)
     gpus = start_devices(config)
     model = dataclasses.replace(model, cudnn=gpus > 0)
@@ -81,12 +94,15 @@ def run_train(config: Config) -> None:
     train_tokens, validation_tokens, corpus = train.load_corpus(config, model.vocab_size)
     train.check_corpus(run, train_tokens, validation_tokens)
     build = builder(model)
+    if source:
+        hf.check_source(source, train.placed_spec(run, build))
     with metrics.Log(config.output_dir, config.num_iteration) as log:
         log.say(describe(run, model, corpus, train.parameter_count(train.placed_spec(run, build))))
         sample = (
             sampler(run, model.positions, validation_tokens, log) if model.vocab_size == 256 else lambda params: None
         )
-        train.train(run, build, (train_tokens, validation_tokens), log, sample)
+        read = partial(hf.assemble, source) if source else None
+        train.train(run, build, (train_tokens, validation_tokens), log, sample, read)
         log.say(f"metrics are in {log.path}")
 
 
@@ -106,7 +122,7 @@ def sampler(run: train.Run, positions: int, tokens: np.ndarray, log: metrics.Log
 
 def run_plan(config: PlanConfig) -> None:
     """Print the plan."""
-    model = model_config(config)
+    model = model_config(config, source_of(config))
     options.check(config, model.layers, model.positions)
     sizes = options.sizes(config, model.layers, model.positions)
     run = train.make_run(

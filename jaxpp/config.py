@@ -22,7 +22,9 @@ class Config:
     A default of None is resolved from the other options or from the devices, as its text says.
     """
 
-    model: str = option("gpt2-tiny", "model preset")
+    model: str | None = option(None, "model preset (default: gpt2-tiny)")
+    init_from: str | None = option(None, "start from this Hugging Face folder's weights, whose model is then trained")
+    llmc_filepath: str | None = option(None, "start from this GPT-2 model file of llm.c, likewise")
     dtype: str = option("bfloat16", f"dtype of compute and of the wire: {', '.join(DTYPES)}")
     pipeline_dtype: str | None = option(None, "dtype on the wire between stages (default: dtype)")
     grad_pipeline_dtype: str | None = option(None, "dtype on the backward wire (default: pipeline_dtype)")
@@ -112,6 +114,9 @@ def check(config: Config, layers: int, positions: int) -> None:
             " not have: use bfloat16"
         )
     check_ranges(config)
+    starts = [name for name in ("model", "init_from", "llmc_filepath") if getattr(config, name) is not None]
+    if len(starts) > 1:
+        raise ValueError(f"{' and '.join(starts)} each say which model to train: give one of them")
     if not 0 <= config.dropout < 1:
         raise ValueError(f"dropout={config.dropout} must be in [0, 1), for example --dropout 0.1")
     if config.schedule is not None and config.schedule not in SCHEDULES:
@@ -127,7 +132,7 @@ def check(config: Config, layers: int, positions: int) -> None:
     if (config.pipeline_parallel or 1) * chunks > layers:
         raise ValueError(
             f"pipeline_parallel={config.pipeline_parallel or 1} x virtual_pipeline_parallel={chunks} is more than the"
-            f" {layers} layers of model={config.model}: use at most --pipeline_parallel {max(1, layers // chunks)}"
+            f" {layers} layers of the model: use at most --pipeline_parallel {max(1, layers // chunks)}"
         )
     if config.min_learning_rate > config.learning_rate:
         raise ValueError(
@@ -137,7 +142,7 @@ def check(config: Config, layers: int, positions: int) -> None:
     if config.sequence_length is not None and config.sequence_length > positions:
         raise ValueError(
             f"sequence_length={config.sequence_length} is more than the {positions} positions of"
-            f" model={config.model}: use at most --sequence_length {positions}"
+            f" the model: use at most --sequence_length {positions}"
         )
 
 

@@ -8,9 +8,10 @@ at rest.
 Legend: S stages, C chunks a stage, K places a chunk, L layers.
 """
 
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from functools import partial
+from itertools import product
 from typing import Any, NamedTuple
 
 import jax
@@ -182,3 +183,52 @@ def place(model: Any, mesh: Mesh, chunks: int = 1, by_hand: Sequence[int] | None
     parts = Model(model.embed, list(model.blocks), model.head)
     build = partial(stack, layout=layout)
     return jax.jit(build, out_shardings=shardings(jax.eval_shape(build, parts), mesh))(parts)
+
+
+def assemble(spec: Placed, at_rest: Placed, weight: Callable[[str, str, int | None], np.ndarray]) -> Placed:
+    """Build placed parameters from one weight at a time, each device's part by itself.
+
+    Args: spec, shapes and dtypes; at_rest, shardings; weight(part, path, layer), a whole parameter of "embed" or "head"
+    (layer None), or of layer i of "block", by its dotted path. Places that hold no layer are zeros.
+    """
+    layout = spec.layout
+
+    def outer(part: str, module: Any, sharding: Any) -> Any:
+        def leaf(path: tuple, a: Any, where: Any) -> jax.Array:
+            whole = weight(part, path_name(path), None)
+            return jax.make_array_from_callback(a.shape, where, lambda index: whole[index].astype(a.dtype))
+
+        return jax.tree_util.tree_map_with_path(leaf, module, sharding)
+
+    layer_at = {layout.where(i): i for i in range(sum(layout.layers))}
+
+    def block(k: int, module: Any, sharding: Any) -> Any:
+        def leaf(path: tuple, a: Any, where: Any) -> jax.Array:
+            parts: dict = {}  # devices that hold the same part (replicas) read it once
+
+            def part(index: Any) -> np.ndarray:
+                stages, chunks = (range(*i.indices(n)) for i, n in zip(index[:2], a.shape[:2], strict=True))
+                inner = [i.indices(n) for i, n in zip(index[2:], a.shape[2:], strict=True)]
+                known = (stages, chunks, *inner)
+                if known not in parts:
+                    shape = [len(stages), len(chunks), *(len(range(*i)) for i in inner)]
+                    parts[known] = np.zeros(shape, a.dtype)
+                    for (x, s), (y, c) in product(enumerate(stages), enumerate(chunks)):
+                        if (s, c, k) in layer_at:
+                            layer = weight("block", path_name(path), layer_at[s, c, k])
+                            parts[known][x, y] = layer[index[2:]]
+                return parts[known]
+
+            return jax.make_array_from_callback(a.shape, where, part)
+
+        return jax.tree_util.tree_map_with_path(leaf, module, sharding)
+
+    blocks = [block(k, *pair) for k, pair in enumerate(zip(spec.blocks, at_rest.blocks, strict=True))]
+    embed, head = (outer(name, getattr(spec, name), getattr(at_rest, name)) for name in ("embed", "head"))
+    return Placed(embed, blocks, head, layout)
+
+
+def path_name(path: tuple) -> str:
+    """A path of `jax.tree_util` as dotted names, without the `value` that an NNX variable adds."""
+    names = [str(getattr(part, "name", getattr(part, "key", getattr(part, "idx", "")))) for part in path]
+    return ".".join(name for name in names if name != "value")

@@ -26,6 +26,7 @@ from jaxpp.partition import Placed
 Tree = Any
 VALIDATION_BATCHES = 8
 Build = Callable[[jax.Array], Any]  # key -> model with embed, blocks, head
+Read = Callable[[Placed, Placed], Placed]  # shapes, shardings -> parameters
 
 
 class State(NamedTuple):
@@ -89,12 +90,18 @@ def placed_spec(run: Run, build: Build) -> Placed:
     return jax.eval_shape(lambda: partition.stack(build(jax.random.key(0)), run.layout))
 
 
-def initial_state(run: Run, build: Build) -> State:
-    """Parameters, optimizer state and workspace, each made on the devices where it rests."""
+def initial_state(run: Run, build: Build, read: Read | None = None) -> State:
+    """Parameters, optimizer state and workspace, each made on the devices where it rests.
+
+    Args: read, gives the parameters instead of random ones.
+    """
     spec = placed_spec(run, build)
     at_rest = partition.shardings(spec, run.mesh)
-    make = jax.jit(lambda key: partition.stack(build(key), run.layout), out_shardings=at_rest)
-    params = make(jax.random.key(run.config.seed))
+    if read is not None:
+        params = read(spec, at_rest)
+    else:
+        make = jax.jit(lambda key: partition.stack(build(key), run.layout), out_shardings=at_rest)
+        params = make(jax.random.key(run.config.seed))
     opt_spec = jax.eval_shape(run.optimizer.init, spec)
     like_params = optax.tree_utils.tree_map_params(
         run.optimizer, lambda _, s: s, opt_spec, at_rest, transform_non_params=lambda _: _everywhere(run.mesh)
@@ -188,11 +195,12 @@ def train(
     corpus: tuple[np.ndarray, np.ndarray],
     log: Log,
     sample: Callable[[Placed], None] = lambda params: None,
+    read: Read | None = None,
 ) -> State:
-    """Train from scratch.
+    """Train.
 
     Args: build, key -> model; corpus, training and validation tokens; sample, called with the parameters every
-    `sample_every` steps and at the end.
+    `sample_every` steps and at the end; read, gives the first parameters instead of random ones.
     Returns: the last state. Every step and validation is logged; the step's numbers are fetched while the next one
     runs, so that the host is never waited for.
     """
@@ -201,7 +209,7 @@ def train(
     batches = data.Batches(train_tokens, s.microbatches, s.rows, s.length, config.seed)
     held_out = validation_set(run, validation_tokens)
     wire.self_test(run.mesh, run.pipeline.wire)
-    state, step, evaluate = initial_state(run, build), make_step(run), make_eval(run)
+    state, step, evaluate = initial_state(run, build, read), make_step(run), make_eval(run)
     report = _reporter(run, log)
     for i in range(config.num_iteration):
         state, metrics = step(state, put_batch(run, batches.at(i)))

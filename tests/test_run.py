@@ -49,7 +49,7 @@ def refusal(capsys: pytest.CaptureFixture, *arguments: str) -> str:
             ["--pipeline_parallel", "8", "--data_parallel", "2"],
             ["needs 16 devices, there are 8", "--emulate_devices 16"],
         ),
-        (["--router_z_loss", "0.1"], ["router_z_loss=0.1", "model=gpt2-tiny has none"]),
+        (["--router_z_loss", "0.1"], ["router_z_loss=0.1", "this model has none"]),
         (["--output_dir", "/dev/null/x"], ["output_dir='/dev/null/x'"]),
     ],
     ids=lambda a: " ".join(a) if a and a[0].startswith(("-", "t")) else "",

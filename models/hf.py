@@ -1,0 +1,337 @@
+"""Models from and to other formats: Hugging Face folders (config.json, safetensors) and llm.c's GPT-2 files.
+
+A source gives tensors by their names; `assemble` reads them straight into the places of a pipeline, each device's part
+by itself, so that the host never holds the model.
+"""
+
+import json
+import os
+import shutil
+from collections.abc import Callable, Mapping
+from pathlib import Path
+from typing import Any, NamedTuple
+
+import jax
+import ml_dtypes
+import numpy as np
+from safetensors import SafetensorError, safe_open
+from safetensors.numpy import save_file
+
+from jaxpp import partition
+from models import hf_config, mapping
+from models.gpt2 import GPT2Config
+
+SHARD_BYTES = 5 * 10**9
+# Their tensors that hold no weights: masks and tables that the model makes itself.
+_DERIVED = (".attn.bias", ".attn.masked_bias", ".rotary_emb.inv_freq")
+_DTYPES = {"F32": 4, "F16": 2, "BF16": 2, "F64": 8}
+_TOKENIZER_FILES = (
+    "tokenizer.json",
+    "tokenizer_config.json",
+    "special_tokens_map.json",
+    "tokenizer.model",
+    "vocab.json",
+    "merges.txt",
+    "added_tokens.json",
+    "chat_template.jinja",
+    "generation_config.json",
+)
+_LLMC_MAGIC, _LLMC_DTYPES = 20240326, {3: np.dtype("<f4"), 5: np.dtype(ml_dtypes.bfloat16)}
+
+
+class Source(NamedTuple):
+    """Weights somewhere: our config, the table of their names, the shape of each tensor, and how to get one."""
+
+    config: Any
+    table: mapping.Table
+    shapes: Mapping[str, tuple[int, ...]]
+    get: Callable[[str], np.ndarray]
+    where: str
+
+
+def open_folder(folder: str, option: str = "init_from") -> Source:
+    """A Hugging Face folder. Raises ValueError, naming the option, for a folder or a config that cannot be used."""
+    config = read_config(folder, option)
+    try:
+        files = _files(Path(folder))
+        shapes, prefix = _shapes(files, option, folder), ""
+    except (OSError, ValueError, SafetensorError) as error:
+        raise ValueError(f"{option}={folder!r}: {error}") from None
+    if isinstance(config, GPT2Config) and not any(name.startswith("transformer.") for name in shapes):
+        prefix = "transformer."  # as OpenAI's own folders have it, which hold the inner model alone
+    table = hf_config.ARCHITECTURES[hf_config.kind_of(config)].table
+    strip = lambda name: name if name.startswith("lm_head.") else name.removeprefix(prefix)
+
+    def get(name: str) -> np.ndarray:
+        with safe_open(files[strip(name)], framework="numpy") as file:
+            return file.get_tensor(strip(name))
+
+    shapes = {name if name.startswith("lm_head.") else prefix + name: shape for name, shape in shapes.items()}
+    return Source(config, table, shapes, get, f"{option}={folder!r}")
+
+
+def read_config(folder: str, option: str = "init_from") -> Any:
+    """Our config from a Hugging Face folder's config.json; ValueError as `hf_config.read`, naming the option."""
+    path = Path(folder) / "config.json"
+    try:
+        return hf_config.read(json.loads(path.read_text()))
+    except OSError as error:
+        text = f"{path.name} cannot be read ({error.strerror}): give a folder of a Hugging Face model"
+        raise ValueError(f"{option}={folder!r}: {text}") from None
+    except json.JSONDecodeError as error:
+        raise ValueError(f"{option}={folder!r}: config.json is no JSON ({error.msg}, line {error.lineno})") from None
+    except ValueError as error:
+        raise ValueError(f"{option}={folder!r}: {error}") from None
+
+
+def _files(folder: Path) -> dict[str, Path]:
+    """The file of every tensor."""
+    index = folder / "model.safetensors.index.json"
+    if index.exists():
+        named = json.loads(index.read_text())["weight_map"]
+        absent = sorted({file for file in named.values() if not (folder / file).is_file()})
+        if absent:
+            raise ValueError(f"{absent[0]} is missing, which model.safetensors.index.json names: copy it again")
+        return {name: folder / file for name, file in named.items()}
+    single = folder / "model.safetensors"
+    if not single.is_file():
+        raise ValueError("it has no model.safetensors and no model.safetensors.index.json: save it as safetensors")
+    with safe_open(single, framework="numpy") as file:
+        return dict.fromkeys(file.keys(), single)
+
+
+def _shapes(files: Mapping[str, Path], option: str, folder: str) -> dict[str, tuple[int, ...]]:
+    found = {}
+    for path in sorted(set(files.values())):
+        with safe_open(path, framework="numpy") as file:
+            for name in file.keys():  # noqa: SIM118
+                part = file.get_slice(name)
+                if name in files and not name.endswith(_DERIVED):
+                    if part.get_dtype() not in _DTYPES:
+                        raise ValueError(f"{name} is {part.get_dtype()}, only {', '.join(_DTYPES)} are supported")
+                    found[name] = tuple(part.get_shape())
+    absent = [name for name in files if name not in found and not name.endswith(_DERIVED)]
+    if absent:
+        raise ValueError(f"tensor {absent[0]} is missing in {files[absent[0]].name}, where the index has it")
+    return found
+
+
+def open_llmc(path: str, option: str = "llmc_filepath") -> Source:
+    """A GPT-2 of llm.c: 256 int32 (magic, version 3: float32, 5: bfloat16, T, V, L, N, D, padded V), then parameters.
+
+    Raises ValueError, naming the option, for a missing, foreign or truncated file.
+    """
+    try:
+        size = os.path.getsize(path)
+        with open(path, "rb") as file:
+            header = np.frombuffer(file.read(1024), "<i4", count=min(256, size // 4))
+    except OSError as error:
+        raise ValueError(f"{option}={path!r} cannot be read ({error.strerror}): give a model file of llm.c") from None
+    if len(header) < 256 or header[0] != _LLMC_MAGIC:
+        magic = int(header[0]) if len(header) else None
+        raise ValueError(f"{option}={path!r} begins with {magic}, a model file of llm.c with {_LLMC_MAGIC}")
+    if header[1] not in _LLMC_DTYPES:
+        raise ValueError(f"{option}={path!r} has version {header[1]}: only 3 (float32) and 5 (bfloat16) are supported")
+    dtype = _LLMC_DTYPES[int(header[1])]
+    positions, vocab, layers, heads, dim, padded = (int(n) for n in header[2:8])
+    config = GPT2Config(vocab_size=vocab, positions=positions, layers=layers, dim=dim, heads=heads)
+    stored = _llmc_shapes(positions, padded, layers, dim)
+    need = 1024 + dtype.itemsize * sum(int(np.prod(shape)) for shape in stored.values())
+    if size != need:
+        raise ValueError(f"{option}={path!r} has {size} bytes, its header's sizes need {need}: copy it again")
+    offsets = np.cumsum([1024, *(dtype.itemsize * int(np.prod(shape)) for shape in stored.values())])
+    where = dict(zip(stored, offsets[:-1].tolist(), strict=True))
+
+    def get(name: str) -> np.ndarray:
+        base, _, layer = name.partition(".")
+        array = np.memmap(path, dtype, "r", where[base], stored[base])
+        array = array[int(layer)] if layer else array
+        return np.asarray(array[:vocab] if base == "wte" else array)
+
+    shapes = {}
+    for name, shape in stored.items():
+        if name in ("wte", "wpe", "lnfw", "lnfb"):
+            shapes[name] = (vocab, dim) if name == "wte" else shape
+        else:
+            shapes |= {f"{name}.{i}": shape[1:] for i in range(layers)}
+    return Source(config, mapping.LLMC, shapes, get, f"{option}={path!r}")
+
+
+def _llmc_shapes(positions: int, padded: int, layers: int, dim: int) -> dict[str, tuple[int, ...]]:
+    """Parameters in the file's order; the vocabulary is padded there."""
+    block = {"ln1w": (dim,), "ln1b": (dim,), "qkvw": (3 * dim, dim), "qkvb": (3 * dim,)}
+    block |= {"attprojw": (dim, dim), "attprojb": (dim,), "ln2w": (dim,), "ln2b": (dim,)}
+    block |= {"fcw": (4 * dim, dim), "fcb": (4 * dim,), "fcprojw": (dim, 4 * dim), "fcprojb": (dim,)}
+    inner = {name: (layers, *shape) for name, shape in block.items()}
+    return {"wte": (padded, dim), "wpe": (positions, dim), **inner, "lnfw": (dim,), "lnfb": (dim,)}
+
+
+def _parts(placed_spec: partition.Placed) -> dict[str, dict[str, tuple[int, ...]]]:
+    """Shapes of our parameters by path, of embedding, one block and head."""
+    shape = lambda module, lead: {name: tuple(a.shape[lead:]) for name, a in mapping.paths(module).items()}
+    block = shape(placed_spec.blocks[0], 2)
+    return {"embed": shape(placed_spec.embed, 0), "block": block, "head": shape(placed_spec.head, 0)}
+
+
+def check_source(source: Source, placed_spec: partition.Placed) -> None:
+    """Check that a source has exactly the tensors that the model needs, with their shapes. Raises ValueError."""
+    parts, needed = _parts(placed_spec), {}
+    for part, each in mapping.rows_of(source.table, parts):
+        ours = parts[part][each.ours]
+        for layer in range(sum(placed_spec.layout.layers)) if part == "block" else (None,):
+            needed |= dict.fromkeys(mapping.names(each, ours, layer), mapping.their_shape(each, ours))
+    absent, surplus = [sorted(a.keys() - b.keys()) for a, b in ((needed, source.shapes), (source.shapes, needed))]
+    if absent:
+        raise ValueError(f"{source.where}: tensor {absent[0]} is missing ({len(absent)} in all)")
+    if surplus == ["lm_head.weight"] and source.config.tied:
+        _check_tied(source)
+    elif surplus:
+        raise ValueError(f"{source.where}: tensor {surplus[0]} has no place in the model ({len(surplus)} in all)")
+    for name, shape in needed.items():
+        if source.shapes[name] != shape:
+            raise ValueError(f"{source.where}: tensor {name} has shape {list(source.shapes[name])}, not {list(shape)}")
+
+
+def _check_tied(source: Source) -> None:
+    table = next(each.pieces[0].name for each in source.table.embed if each.ours == "tokens")
+    if not np.array_equal(source.get("lm_head.weight"), source.get(table)):
+        raise ValueError(
+            f"{source.where}: tie_word_embeddings is set but lm_head.weight is not {table}: set it to false"
+        )
+
+
+def assemble(source: Source, placed_spec: partition.Placed, shardings: partition.Placed) -> partition.Placed:
+    """The parameters of a source on their devices, float32; shapes and shardings of `partition`.
+
+    Raises ValueError as `check_source`.
+    """
+    check_source(source, placed_spec)
+    parts = _parts(placed_spec)
+    rows = {(part, each.ours): each for part, each in mapping.rows_of(source.table, parts)}
+
+    def weight(part: str, path: str, layer: int | None) -> np.ndarray:
+        return mapping.read(rows[part, path], parts[part][path], layer, source.get)
+
+    return partition.assemble(placed_spec, shardings, weight)
+
+
+Weight = Callable[[str, str, int | None], np.ndarray]  # (part, path, layer) -> our parameter
+
+
+def placed_weight(params: partition.Placed) -> Weight:
+    """A function that fetches one parameter of one layer from its devices."""
+    outer = {"embed": mapping.paths(params.embed), "head": mapping.paths(params.head)}
+    blocks = [mapping.paths(block) for block in params.blocks]
+
+    def weight(part: str, path: str, layer: int | None) -> np.ndarray:
+        if layer is None:
+            return np.asarray(jax.device_get(outer[part][path]))
+        stage, chunk, place = params.layout.where(layer)
+        return np.asarray(jax.device_get(blocks[place][path][stage, chunk]))
+
+    return weight
+
+
+def source_weight(source: Source, placed_spec: partition.Placed) -> Weight:
+    """A function that reads one parameter of one layer from a source, which is checked first."""
+    check_source(source, placed_spec)
+    parts = _parts(placed_spec)
+    rows = {(part, each.ours): each for part, each in mapping.rows_of(source.table, parts)}
+    return lambda part, path, layer: mapping.read(rows[part, path], parts[part][path], layer, source.get)
+
+
+def export(
+    config: Any, placed_spec: partition.Placed, weight: Weight, folder: str, dtype: str, origin: str | None = None
+) -> list[str]:
+    """Write a Hugging Face folder: config.json, safetensors of at most 5 GB each, and the tokenizer's files.
+
+    Args: placed_spec, shapes of the parameters; weight, gives them one by one; dtype, of the files; origin, a folder
+    whose tokenizer and token ids are taken over.
+    Returns: the files' names. Raises ValueError where the folder cannot be written.
+    """
+    parts = _parts(placed_spec)
+    table = hf_config.ARCHITECTURES[hf_config.kind_of(config)].table
+    layers = sum(placed_spec.layout.layers)
+    jobs = _tensors(table, parts, layers)
+    shards = _deal(jobs, parts, np.dtype(dtype if dtype != "bfloat16" else ml_dtypes.bfloat16))
+    root = Path(folder)
+    try:
+        root.mkdir(parents=True, exist_ok=True)
+        written = _copy_tokenizer(origin, root)
+        source = json.loads((Path(origin) / "config.json").read_text()) if origin else None
+        described = hf_config.write(config, source) | {"torch_dtype": dtype}
+        described.pop("dtype", None)
+        (root / "config.json").write_text(json.dumps(described, indent=2) + "\n")
+        weights = _write_shards(root, shards, weight, dtype)
+    except OSError as error:
+        raise ValueError(f"to={folder!r} cannot be written ({error.strerror}): use another folder") from None
+    return ["config.json", *weights, *written]
+
+
+class _Tensor(NamedTuple):
+    """One of their tensors and the rows that its parts come from."""
+
+    name: str
+    sources: tuple[tuple[str, mapping.Row, int | None], ...]
+    shape: tuple[int, ...]
+
+
+def _tensors(table: mapping.Table, parts: dict, layers: int) -> list[_Tensor]:
+    found: dict[str, list] = {}
+    shapes = {}
+    for part, each in mapping.rows_of(table, parts):
+        ours = parts[part][each.ours]
+        for layer in range(layers) if part == "block" else (None,):
+            for name in mapping.names(each, ours, layer):
+                found.setdefault(name, []).append((part, each, layer))
+                shapes[name] = mapping.their_shape(each, ours)
+    return [_Tensor(name, tuple(sources), shapes[name]) for name, sources in found.items()]
+
+
+def _deal(jobs: list[_Tensor], parts: dict, dtype: np.dtype) -> list[list[_Tensor]]:
+    """Tensors to files, in order, none above SHARD_BYTES unless one tensor is."""
+    shards: list[list[_Tensor]] = [[]]
+    size = 0
+    for job in sorted(jobs, key=lambda job: (job.sources[0][2] is not None, job.sources[0][2] or 0, job.name)):
+        bytes_ = int(np.prod(job.shape)) * dtype.itemsize
+        if shards[-1] and size + bytes_ > SHARD_BYTES:
+            shards.append([])
+            size = 0
+        shards[-1].append(job)
+        size += bytes_
+    return shards
+
+
+def _write_shards(root: Path, shards: list[list[_Tensor]], weight: Weight, dtype: str) -> list[str]:
+    total, where = 0, {}
+    single = len(shards) == 1
+    for i, jobs in enumerate(shards):
+        file = "model.safetensors" if single else f"model-{i + 1:05d}-of-{len(shards):05d}.safetensors"
+        tensors = {job.name: _make(job, weight, dtype) for job in jobs}
+        save_file(tensors, root / file, metadata={"format": "pt"})
+        total += sum(array.nbytes for array in tensors.values())
+        where |= dict.fromkeys(tensors, file)
+    index = root / "model.safetensors.index.json"
+    index.unlink(missing_ok=True)
+    if not single:
+        index.write_text(json.dumps({"metadata": {"total_size": total}, "weight_map": where}, indent=2) + "\n")
+    return sorted(set(where.values()))
+
+
+def _make(job: _Tensor, weight: Weight, dtype: str) -> np.ndarray:
+    pieces: dict[int, np.ndarray] = {}
+    for part, each, layer in job.sources:
+        for name, piece, array in mapping.write(each, weight(part, each.ours, layer), layer):
+            if name == job.name:
+                pieces[piece.part] = array
+    axis = mapping.split_dim(job.sources[0][1]) if len(pieces) > 1 else 0
+    array = np.concatenate([pieces[i] for i in sorted(pieces)], axis=axis) if len(pieces) > 1 else pieces[0]
+    return np.ascontiguousarray(array.astype(ml_dtypes.bfloat16 if dtype == "bfloat16" else dtype))
+
+
+def _copy_tokenizer(origin: str | None, root: Path) -> list[str]:
+    names = [name for name in _TOKENIZER_FILES if origin and (Path(origin) / name).is_file()]
+    for name in names:
+        if (Path(origin or "") / name).resolve() != (root / name).resolve():
+            shutil.copyfile(Path(origin or "") / name, root / name)
+    return names
