@@ -2,8 +2,11 @@
 
     python run.py [train] [options]     train (the default)
     python run.py plan [options]        show schedule, memory and wire, without touching a device
+    python run.py tokenize [options]    write text files as one token file
+    python run.py generate [options]    continue a prompt
+    python run.py export [options]      write a Hugging Face folder
 
-Options: python run.py --help
+Options: python run.py COMMAND --help
 """
 
 import dataclasses
@@ -14,6 +17,7 @@ import sys
 import warnings
 from collections.abc import Callable, Sequence
 from functools import partial
+from pathlib import Path
 from typing import Any, NamedTuple
 
 import jax
@@ -21,9 +25,9 @@ import numpy as np
 
 import models
 from jaxpp import config as options
-from jaxpp import mesh, metrics, partition, plan, train
-from jaxpp.config import Config, PlanConfig
-from jaxpp.options import parse
+from jaxpp import mesh, metrics, partition, plan, tokenize, tokenizer, train
+from jaxpp.config import Config, ExportConfig, GenerateConfig, PlanConfig
+from jaxpp.options import check_ranges, parse
 from models import hf
 from models.attention import kernel
 from models.generate import Sampling, generate
@@ -91,33 +95,88 @@ def run_train(config: Config) -> None:
     sizes = options.sizes(config, model.layers, model.positions, gpus)
     grid = mesh.make_mesh(sizes.pipe, sizes.data)
     run = train.make_run(config, sizes, grid, model.layers, models.training_loss(model))
-    train_tokens, validation_tokens, corpus = train.load_corpus(config, model.vocab_size)
+    where = config.tokenizer or tokenizer_in(config.init_from)
+    train_tokens, validation_tokens, corpus = train.load_corpus(config, model.vocab_size, where)
     train.check_corpus(run, train_tokens, validation_tokens)
     build = builder(model)
     if source:
         hf.check_source(source, train.placed_spec(run, build))
     with metrics.Log(config.output_dir, config.num_iteration) as log:
         log.say(describe(run, model, corpus, train.parameter_count(train.placed_spec(run, build))))
-        sample = (
-            sampler(run, model.positions, validation_tokens, log) if model.vocab_size == 256 else lambda params: None
-        )
+        text_of = tokenizer.load(where)
+        speaks = where is not None or model.vocab_size == text_of.vocab_size
+        sample = sampler(run, model.positions, validation_tokens, text_of, log) if speaks else lambda params: None
         read = partial(hf.assemble, source) if source else None
         train.train(run, build, (train_tokens, validation_tokens), log, sample, read)
         log.say(f"metrics are in {log.path}")
 
 
-def sampler(run: train.Run, positions: int, tokens: np.ndarray, log: metrics.Log) -> Callable[[partition.Placed], None]:
+def tokenizer_in(folder: str | None) -> str | None:
+    """A folder that has a tokenizer, or None."""
+    return folder if folder is not None and (Path(folder) / "tokenizer.json").is_file() else None
+
+
+def sampler(
+    run: train.Run, positions: int, tokens: np.ndarray, text_of: tokenizer.Tokenizer, log: metrics.Log
+) -> Callable[[partition.Placed], None]:
     """A function that says how the model goes on after the validation text's beginning."""
     prompt = tokens[: run.sizes.length // 2]
     key = jax.random.key(run.config.seed)
+    count = min(SAMPLE_TOKENS, positions - len(prompt))
 
     def sample(params: partition.Placed) -> None:
-        count = min(SAMPLE_TOKENS, positions - len(prompt))
-        found = generate(params, prompt, count, key, Sampling(), partition.unstack, run.config.dtype)
-        text = bytes(found).decode(errors="replace")
-        log.say(f"a continuation of {bytes(prompt[-32:]).decode(errors='replace')!r}:\n{text}")
+        found = generate(params, prompt, count, key, Sampling(), partition.unstack, run.config.dtype, text_of.end)
+        log.say(f"a continuation of {text_of.decode(prompt[-32:])!r}:\n{text_of.decode(list(found))}")
 
     return sample
+
+
+def run_generate(config: GenerateConfig) -> None:
+    """Print the prompt and its continuation as it comes."""
+    check_ranges(config)
+    if config.load is None or not config.prompt:
+        raise ValueError("generate needs --load FOLDER and --prompt TEXT, for example --load model --prompt 'Once'")
+    text_of = tokenizer.load(config.tokenizer or tokenizer_in(config.load))
+    source = hf.open_folder(config.load, "load")
+    model = source.config
+    prompt = text_of.encode(config.prompt)
+    if len(prompt) + config.max_new_tokens > model.positions:
+        raise ValueError(
+            f"max_new_tokens={config.max_new_tokens} after a prompt of {len(prompt)} tokens is more than the"
+            f" {model.positions} positions of the model: use at most {max(0, model.positions - len(prompt))}"
+        )
+    tokenizer.check_vocabulary(text_of, model.vocab_size)
+    params = read_params(source)
+    sampling = Sampling(config.temperature, config.top_k, config.top_p)
+    key = jax.random.key(config.seed)
+    options = (key, sampling, partition.unstack, config.dtype, text_of.end)
+    print(config.prompt, end="", flush=True)
+    for piece in tokenizer.stream(text_of, generate(params, prompt, config.max_new_tokens, *options)):
+        print(piece, end="", flush=True)
+    print()
+
+
+def read_params(source: hf.Source) -> partition.Placed:
+    """A source's parameters, on one device."""
+    spec = spec_of(source.config)
+    return hf.assemble(source, spec, partition.shardings(spec, mesh.make_mesh(devices=jax.devices()[:1])))
+
+
+def spec_of(model: models.ModelConfig) -> partition.Placed:
+    """Shapes of a model's parameters on one stage."""
+    layout = partition.split_layers(model.layers, 1)
+    return jax.eval_shape(lambda: partition.stack(builder(model)(jax.random.key(0)), layout))
+
+
+def run_export(config: ExportConfig) -> None:
+    """Write a Hugging Face folder, one tensor at a time."""
+    if config.load is None or config.to is None:
+        raise ValueError("export needs --load FOLDER and --to FOLDER, for example --load model --to exported")
+    source = hf.open_folder(config.load, "load")
+    spec = spec_of(source.config)
+    origin = config.tokenizer or config.load
+    files = hf.export(source.config, spec, hf.source_weight(source, spec), config.to, config.dtype, origin)
+    print(f"wrote {', '.join(files)} to {config.to}")
 
 
 def run_plan(config: PlanConfig) -> None:
@@ -144,7 +203,13 @@ class Command(NamedTuple):
     run: Callable[[Any], None]
 
 
-COMMANDS = {"train": Command(Config, run_train), "plan": Command(PlanConfig, run_plan)}
+COMMANDS = {
+    "train": Command(Config, run_train),
+    "plan": Command(PlanConfig, run_plan),
+    "tokenize": Command(tokenize.TokenizeConfig, tokenize.run),
+    "generate": Command(GenerateConfig, run_generate),
+    "export": Command(ExportConfig, run_export),
+}
 
 
 def main(arguments: Sequence[str]) -> int:

@@ -50,6 +50,9 @@ class Config:
     weight_decay: float = option(0.1, "decoupled weight decay of matrices", float, least=0)
     clip_grad: float = option(1.0, "largest global gradient norm, 0: no clipping", float, least=0)
     dropout: float = option(0.0, "dropout rate while training", float)
+    tokenizer: str | None = option(
+        None, "of text: tokenizer.json or a folder that has one (default: that of init_from, or bytes)"
+    )
     input_bin: str | None = option(None, "training tokens: llm.c file or text (default: Python's own source)")
     input_val_bin: str | None = option(None, "validation tokens, likewise")
     val_loss_every: int = option(0, "steps between validations, 0: only at the end", int, least=0)
@@ -78,6 +81,31 @@ class PlanConfig(Config):
     """Show what a training run will cost: schedule, memory and wire, without touching a device."""
 
     json: bool = option(False, "print one JSON object", bool)
+
+
+@dataclass(frozen=True)
+class GenerateConfig:
+    """Continue a prompt with a trained model."""
+
+    load: str | None = option(None, "Hugging Face folder with the model")
+    prompt: str | None = option(None, "text to continue")
+    max_new_tokens: int = option(200, "the most tokens to add", int, least=1)
+    temperature: float = option(0.8, "what logits are divided by, 0: always the likeliest token", float, least=0)
+    top_k: int = option(0, "only the k likeliest tokens, 0: all", int, least=0)
+    top_p: float = option(1.0, "only the likeliest tokens whose chances sum to p", float, least=0, most=1)
+    seed: int = option(0, "of the draws", int, least=0, most=2**32 - 1)
+    dtype: str = option("float32", f"dtype of compute: {', '.join(DTYPES)}", str, DTYPES)
+    tokenizer: str | None = option(None, "tokenizer.json or a folder that has one (default: that of load, or bytes)")
+
+
+@dataclass(frozen=True)
+class ExportConfig:
+    """Write a model as a Hugging Face folder, for transformers and vLLM."""
+
+    load: str | None = option(None, "Hugging Face folder with the model")
+    to: str | None = option(None, "folder to write")
+    dtype: str = option("float32", f"dtype of the files: {', '.join(DTYPES)}", str, DTYPES)
+    tokenizer: str | None = option(None, "folder whose tokenizer is copied (default: that of load)")
 
 
 @dataclass(frozen=True)

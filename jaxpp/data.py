@@ -17,7 +17,7 @@ import numpy as np
 IGNORED_LABEL = -100
 
 # llm.c's token file: 256 little-endian int32 (magic, version, token count, zeros), then the tokens.
-_HEADER_BYTES = 1024
+HEADER_BYTES = 1024
 _DTYPE_OF_MAGIC = {20240520: np.dtype("<u2"), 20240801: np.dtype("<u4")}
 # As llm.c writes them: GPT-2's tokens and Llama 3's. The layout is the same, so either magic takes both versions.
 _VERSION_OF_MAGIC = {20240520: 1, 20240801: 7}
@@ -71,7 +71,7 @@ def _map_file(path: Path) -> np.memmap:
     magic = int.from_bytes(head[:4], "little")
     if magic in _DTYPE_OF_MAGIC or path.suffix.lower() == ".bin":
         dtype, count = _read_header(head, size, magic)
-        return np.memmap(path, dtype=dtype, mode="r", offset=_HEADER_BYTES, shape=(count,))
+        return np.memmap(path, dtype=dtype, mode="r", offset=HEADER_BYTES, shape=(count,))
     _check_text(head, size)
     return np.memmap(path, dtype=np.uint8, mode="r")
 
@@ -81,15 +81,15 @@ def _read_header(head: bytes, size: int, magic: int) -> tuple[np.dtype, int]:
     if magic not in _DTYPE_OF_MAGIC:
         expected = "a .bin file must be a token file with magic 20240520 (uint16) or 20240801 (uint32)"
         raise ValueError(f"has magic {magic}, but {expected}; {_REWRITE}, or rename it to .txt if it is text")
-    if size < _HEADER_BYTES:
-        raise ValueError(f"ends after {size} bytes, within the token file's header of {_HEADER_BYTES}; {_REWRITE}")
+    if size < HEADER_BYTES:
+        raise ValueError(f"ends after {size} bytes, within the token file's header of {HEADER_BYTES}; {_REWRITE}")
     _, version, count = (int(x) for x in np.frombuffer(head, "<i4", count=3))
     if version not in _VERSION_OF_MAGIC.values():
         raise ValueError(f"has version {version}, but only 1 (GPT-2) and 7 (Llama 3) are known; {_REWRITE}")
     if count < 1:
         raise ValueError(f"has a header that counts {count} tokens, but at least 1 is needed; {_REWRITE}")
     dtype = _DTYPE_OF_MAGIC[magic]
-    held, needed = (size - _HEADER_BYTES) // dtype.itemsize, _HEADER_BYTES + count * dtype.itemsize
+    held, needed = (size - HEADER_BYTES) // dtype.itemsize, HEADER_BYTES + count * dtype.itemsize
     # Like llm.c, refuse a surplus too: a count that does not fit the file means that one of the two is wrong.
     if size != needed:
         rule = f"has a header that counts {count} tokens ({needed} bytes), but holds {held} ({size} bytes)"
@@ -135,20 +135,28 @@ def write_tokens(path: str | os.PathLike, tokens: np.ndarray, dtype: type = np.u
     Raises:
         ValueError: if there are no tokens or more than the header can count, or if they do not fit `dtype`.
     """
-    magic = next((m for m, d in _DTYPE_OF_MAGIC.items() if d == np.dtype(dtype).newbyteorder("<")), None)
-    if magic is None:
-        raise ValueError(f"dtype must be np.uint16 or np.uint32, got {np.dtype(dtype)}")
-    tokens, most = np.asarray(tokens), np.iinfo(dtype).max
+    stored: np.dtype = np.dtype(dtype).newbyteorder("<")
+    if stored not in _DTYPE_OF_MAGIC.values():
+        raise ValueError(f"dtype must be np.uint16 or np.uint32, got {stored}")
+    tokens, most = np.asarray(tokens), 2 ** (8 * stored.itemsize) - 1
     if tokens.ndim != 1 or tokens.dtype.kind not in "iu" or not 0 < len(tokens) < 2**31:
         got = f"shape {tokens.shape} and dtype {tokens.dtype}"
         raise ValueError(f"tokens must be a 1-D array of 1 to {2**31 - 1} integers, got {got}")
     if tokens.min() < 0 or tokens.max() > most:
-        raise ValueError(f"{np.dtype(dtype)} tokens must be 0 to {most}, got {tokens.min()} to {tokens.max()}")
-    header = np.zeros(_HEADER_BYTES // 4, "<i4")
-    header[:3] = magic, _VERSION_OF_MAGIC[magic], len(tokens)
+        raise ValueError(f"{stored} tokens must be 0 to {most}, got {tokens.min()} to {tokens.max()}")
     with open(path, "wb") as file:
-        file.write(header.tobytes())
-        tokens.astype(_DTYPE_OF_MAGIC[magic]).tofile(file)
+        file.write(header(stored, len(tokens)))
+        tokens.astype(stored).tofile(file)
+
+
+def header(dtype: np.dtype, count: int) -> bytes:
+    """The header of a token file. Raises ValueError for no tokens, or more than it can count."""
+    if not 0 < count < 2**31:
+        raise ValueError(f"a token file holds 1 to {2**31 - 1} tokens, not {count}: split the text")
+    magic = next(m for m, d in _DTYPE_OF_MAGIC.items() if d.itemsize == np.dtype(dtype).itemsize)
+    words = np.zeros(HEADER_BYTES // 4, "<i4")
+    words[:3] = magic, _VERSION_OF_MAGIC[magic], count
+    return words.tobytes()
 
 
 def default_corpus() -> tuple[np.ndarray, np.ndarray]:

@@ -192,40 +192,46 @@ def assemble(spec: Placed, at_rest: Placed, weight: Callable[[str, str, int | No
     (layer None), or of layer i of "block", by its dotted path. Places that hold no layer are zeros.
     """
     layout = spec.layout
-
-    def outer(part: str, module: Any, sharding: Any) -> Any:
-        def leaf(path: tuple, a: Any, where: Any) -> jax.Array:
-            whole = weight(part, path_name(path), None)
-            return jax.make_array_from_callback(a.shape, where, lambda index: whole[index].astype(a.dtype))
-
-        return jax.tree_util.tree_map_with_path(leaf, module, sharding)
-
     layer_at = {layout.where(i): i for i in range(sum(layout.layers))}
 
-    def block(k: int, module: Any, sharding: Any) -> Any:
-        def leaf(path: tuple, a: Any, where: Any) -> jax.Array:
-            parts: dict = {}  # devices that hold the same part (replicas) read it once
+    def outer(part: str, path: tuple, a: Any, where: NamedSharding) -> jax.Array:
+        whole = weight(part, path_name(path), None)
+        return _from_parts(a.shape, where, lambda index: whole[index].astype(a.dtype, copy=False))
 
-            def part(index: Any) -> np.ndarray:
-                stages, chunks = (range(*i.indices(n)) for i, n in zip(index[:2], a.shape[:2], strict=True))
-                inner = [i.indices(n) for i, n in zip(index[2:], a.shape[2:], strict=True)]
-                known = (stages, chunks, *inner)
-                if known not in parts:
-                    shape = [len(stages), len(chunks), *(len(range(*i)) for i in inner)]
-                    parts[known] = np.zeros(shape, a.dtype)
-                    for (x, s), (y, c) in product(enumerate(stages), enumerate(chunks)):
-                        if (s, c, k) in layer_at:
-                            layer = weight("block", path_name(path), layer_at[s, c, k])
-                            parts[known][x, y] = layer[index[2:]]
-                return parts[known]
+    def block(k: int, path: tuple, a: Any, where: NamedSharding) -> jax.Array:
+        def part(index: tuple) -> np.ndarray:
+            stages, chunks = (range(*i.indices(n)) for i, n in zip(index[:2], a.shape[:2], strict=True))
+            inner = [len(range(*i.indices(n))) for i, n in zip(index[2:], a.shape[2:], strict=True)]
+            found = np.zeros([len(stages), len(chunks), *inner], a.dtype)
+            for (x, s), (y, c) in product(enumerate(stages), enumerate(chunks)):
+                if (s, c, k) in layer_at:
+                    found[x, y] = weight("block", path_name(path), layer_at[s, c, k])[index[2:]]
+            return found
 
-            return jax.make_array_from_callback(a.shape, where, part)
+        return _from_parts(a.shape, where, part)
 
-        return jax.tree_util.tree_map_with_path(leaf, module, sharding)
+    trees = {name: (getattr(spec, name), getattr(at_rest, name)) for name in ("embed", "head")}
+    map_ = jax.tree_util.tree_map_with_path
+    # The largest tensors first, while little else is there.
+    made = {name: map_(partial(outer, name), *pair) for name, pair in trees.items()}
+    pairs = enumerate(zip(spec.blocks, at_rest.blocks, strict=True))
+    return Placed(made["embed"], [map_(partial(block, k), *pair) for k, pair in pairs], made["head"], layout)
 
-    blocks = [block(k, *pair) for k, pair in enumerate(zip(spec.blocks, at_rest.blocks, strict=True))]
-    embed, head = (outer(name, getattr(spec, name), getattr(at_rest, name)) for name in ("embed", "head"))
-    return Placed(embed, blocks, head, layout)
+
+def _from_parts(shape: tuple[int, ...], where: NamedSharding, part: Callable[[tuple], np.ndarray]) -> jax.Array:
+    """An array from part(index), called once for each part that a device of this process holds, and not kept."""
+    devices: dict[tuple, list] = {}
+    for device, index in where.addressable_devices_indices_map(shape).items():
+        known = tuple(
+            i.indices(n)[:2] for i, n in zip(index or (), shape, strict=True)
+        )  # slices cannot be keys in 3.11
+        devices.setdefault(known, []).append(device)
+    arrays = []
+    for known, those in devices.items():
+        found = part(tuple(slice(*i) for i in known))
+        arrays += [jax.device_put(found, device) for device in those]
+        jax.block_until_ready(arrays)  # before the next part is read
+    return jax.make_array_from_single_device_arrays(shape, where, arrays)
 
 
 def path_name(path: tuple) -> str:

@@ -15,7 +15,7 @@ import numpy as np
 import optax
 from jax.sharding import Mesh, NamedSharding, PartitionSpec
 
-from jaxpp import data, executor, optim, partition, precision, schedules, wire
+from jaxpp import data, executor, optim, partition, precision, schedules, tokenize, tokenizer, wire
 from jaxpp.config import Config, Sizes
 from jaxpp.executor import Pipeline
 from jaxpp.losses import token_loss
@@ -147,19 +147,37 @@ def put_batch(run: Run, batch: dict[str, np.ndarray]) -> dict[str, jax.Array]:
     return jax.device_put(batch, NamedSharding(run.mesh, PartitionSpec(None, DATA)))
 
 
-def load_corpus(config: Config, vocab_size: int) -> tuple[np.ndarray, np.ndarray, str]:
-    """Training and validation tokens, and their description. Raises ValueError for files that cannot be used."""
+def load_corpus(config: Config, vocab_size: int, where: str | None = None) -> tuple[np.ndarray, np.ndarray, str]:
+    """Training and validation tokens, and their description. Raises ValueError for files that cannot be used.
+
+    where: the tokenizer of text, see `tokenizer.load`; a text is tokenized once and found again by its content.
+    """
+    chosen = tokenizer.load(where)
+    tokenizer.check_vocabulary(chosen, vocab_size)
+
+    def tokens_of(found: np.ndarray, option: str) -> np.ndarray:
+        if found.dtype != np.uint8 or where is None:  # a token file, or bytes
+            return found
+        return data.read_tokens(tokenize.cached(found.tobytes(), where), vocab_size, option=option)
+
+    def read(path: str, option: str) -> np.ndarray:
+        found = data.read_tokens(path, 2**32, option=option)
+        text = found.dtype == np.uint8 and where is not None
+        return tokens_of(found, option) if text else data.read_tokens(path, vocab_size, option=option)
+
     if config.input_bin is None:
         if config.input_val_bin is not None:
             raise ValueError("input_val_bin is given without input_bin: give both, or neither for Python's own source")
-        train, validation = data.default_corpus()
-        return train, validation, f"Python's own source ({len(train) / 1e6:.1f} MB, byte tokens)"
-    train = data.read_tokens(config.input_bin, vocab_size)
+        train, validation = (tokens_of(part, "input_bin") for part in data.default_corpus())
+        kind = f"{len(train) / 1e6:.1f} MB, byte tokens" if where is None else f"{len(train):,} tokens, {chosen.name}"
+        return train, validation, f"Python's own source ({kind})"
+    train = read(config.input_bin, "input_bin")
     if config.input_val_bin is not None:
-        validation = data.read_tokens(config.input_val_bin, vocab_size, option="input_val_bin")
+        validation = read(config.input_val_bin, "input_val_bin")
     else:  # the last twentieth is held out
         train, validation = np.split(train, [len(train) - len(train) // 20])
-    return train, validation, f"{config.input_bin} ({len(train):,} tokens)"
+    by = "" if where is None else f", {chosen.name}"
+    return train, validation, f"{config.input_bin} ({len(train):,} tokens{by})"
 
 
 def validation_set(run: Run, tokens: np.ndarray) -> list[dict[str, np.ndarray]]:

@@ -5,6 +5,7 @@ by itself, so that the host never holds the model.
 """
 
 import json
+import math
 import os
 import shutil
 from collections.abc import Callable, Mapping
@@ -14,7 +15,6 @@ from typing import Any, NamedTuple
 import jax
 import ml_dtypes
 import numpy as np
-from safetensors import SafetensorError, safe_open
 from safetensors.numpy import save_file
 
 from jaxpp import partition
@@ -24,7 +24,8 @@ from models.gpt2 import GPT2Config
 SHARD_BYTES = 5 * 10**9
 # Their tensors that hold no weights: masks and tables that the model makes itself.
 _DERIVED = (".attn.bias", ".attn.masked_bias", ".rotary_emb.inv_freq")
-_DTYPES = {"F32": 4, "F16": 2, "BF16": 2, "F64": 8}
+_DTYPES = {name: np.dtype(kind) for name, kind in (("F32", "<f4"), ("F16", "<f2"), ("F64", "<f8"))}
+_DTYPES["BF16"] = np.dtype(ml_dtypes.bfloat16)
 _TOKENIZER_FILES = (
     "tokenizer.json",
     "tokenizer_config.json",
@@ -53,21 +54,15 @@ def open_folder(folder: str, option: str = "init_from") -> Source:
     """A Hugging Face folder. Raises ValueError, naming the option, for a folder or a config that cannot be used."""
     config = read_config(folder, option)
     try:
-        files = _files(Path(folder))
-        shapes, prefix = _shapes(files, option, folder), ""
-    except (OSError, ValueError, SafetensorError) as error:
+        found = _tensors_of(Path(folder))
+    except (OSError, ValueError) as error:
         raise ValueError(f"{option}={folder!r}: {error}") from None
-    if isinstance(config, GPT2Config) and not any(name.startswith("transformer.") for name in shapes):
-        prefix = "transformer."  # as OpenAI's own folders have it, which hold the inner model alone
+    inner = isinstance(config, GPT2Config) and not any(name.startswith("transformer.") for name in found)
+    if inner:  # OpenAI's own folders hold the inner model alone
+        found = {name if name.startswith("lm_head.") else f"transformer.{name}": t for name, t in found.items()}
     table = hf_config.ARCHITECTURES[hf_config.kind_of(config)].table
-    strip = lambda name: name if name.startswith("lm_head.") else name.removeprefix(prefix)
-
-    def get(name: str) -> np.ndarray:
-        with safe_open(files[strip(name)], framework="numpy") as file:
-            return file.get_tensor(strip(name))
-
-    shapes = {name if name.startswith("lm_head.") else prefix + name: shape for name, shape in shapes.items()}
-    return Source(config, table, shapes, get, f"{option}={folder!r}")
+    shapes = {name: tensor.shape for name, tensor in found.items()}
+    return Source(config, table, shapes, lambda name: found[name].read(), f"{option}={folder!r}")
 
 
 def read_config(folder: str, option: str = "init_from") -> Any:
@@ -84,35 +79,57 @@ def read_config(folder: str, option: str = "init_from") -> Any:
         raise ValueError(f"{option}={folder!r}: {error}") from None
 
 
-def _files(folder: Path) -> dict[str, Path]:
-    """The file of every tensor."""
+class _Stored(NamedTuple):
+    """Where a tensor lies in a file. Read, not mapped: mapped pages would count as the process's memory."""
+
+    path: Path
+    dtype: np.dtype
+    shape: tuple[int, ...]
+    offset: int
+
+    def read(self) -> np.ndarray:
+        return np.fromfile(self.path, self.dtype, math.prod(self.shape), offset=self.offset).reshape(self.shape)
+
+
+def _tensors_of(folder: Path) -> dict[str, _Stored]:
+    """Every tensor of a folder that holds weights. Raises ValueError for what is missing, truncated or of no number."""
     index = folder / "model.safetensors.index.json"
     if index.exists():
         named = json.loads(index.read_text())["weight_map"]
         absent = sorted({file for file in named.values() if not (folder / file).is_file()})
         if absent:
             raise ValueError(f"{absent[0]} is missing, which model.safetensors.index.json names: copy it again")
-        return {name: folder / file for name, file in named.items()}
-    single = folder / "model.safetensors"
-    if not single.is_file():
-        raise ValueError("it has no model.safetensors and no model.safetensors.index.json: save it as safetensors")
-    with safe_open(single, framework="numpy") as file:
-        return dict.fromkeys(file.keys(), single)
+        found = {k: v for file in sorted(set(named.values())) for k, v in _header(folder / file).items()}
+        absent = sorted(named.keys() - found.keys())
+        if absent:
+            raise ValueError(f"tensor {absent[0]} is missing in {named[absent[0]]}, where the index has it")
+    else:
+        single = folder / "model.safetensors"
+        if not single.is_file():
+            raise ValueError("it has no model.safetensors and no model.safetensors.index.json: save it as safetensors")
+        found = _header(single)
+    return {name: tensor for name, tensor in found.items() if not name.endswith(_DERIVED)}
 
 
-def _shapes(files: Mapping[str, Path], option: str, folder: str) -> dict[str, tuple[int, ...]]:
+def _header(path: Path) -> dict[str, _Stored]:
+    """The tensors of a safetensors file: 8 bytes, the length of the JSON that follows, which says where each lies."""
+    size = path.stat().st_size
+    with path.open("rb") as file:
+        length = int.from_bytes(file.read(8), "little")
+        try:
+            listed = json.loads(file.read(length) if length < size else b"")
+        except ValueError:
+            raise ValueError(f"{path.name} is no safetensors file, or is cut short: copy it again") from None
     found = {}
-    for path in sorted(set(files.values())):
-        with safe_open(path, framework="numpy") as file:
-            for name in file.keys():  # noqa: SIM118
-                part = file.get_slice(name)
-                if name in files and not name.endswith(_DERIVED):
-                    if part.get_dtype() not in _DTYPES:
-                        raise ValueError(f"{name} is {part.get_dtype()}, only {', '.join(_DTYPES)} are supported")
-                    found[name] = tuple(part.get_shape())
-    absent = [name for name in files if name not in found and not name.endswith(_DERIVED)]
-    if absent:
-        raise ValueError(f"tensor {absent[0]} is missing in {files[absent[0]].name}, where the index has it")
+    for name, tensor in listed.items():
+        if name == "__metadata__":
+            continue
+        if tensor["dtype"] not in _DTYPES:
+            raise ValueError(f"{name} is {tensor['dtype']}, only {', '.join(_DTYPES)} are supported")
+        start, stop = tensor["data_offsets"]
+        if 8 + length + stop > size:
+            raise ValueError(f"{path.name} is cut short: {name} ends at byte {8 + length + stop} of {size}")
+        found[name] = _Stored(path, _DTYPES[tensor["dtype"]], tuple(tensor["shape"]), 8 + length + start)
     return found
 
 
@@ -258,7 +275,8 @@ def export(
     try:
         root.mkdir(parents=True, exist_ok=True)
         written = _copy_tokenizer(origin, root)
-        source = json.loads((Path(origin) / "config.json").read_text()) if origin else None
+        has = origin is not None and (Path(origin) / "config.json").is_file()
+        source = json.loads((Path(origin or "") / "config.json").read_text()) if has else None
         described = hf_config.write(config, source) | {"torch_dtype": dtype}
         described.pop("dtype", None)
         (root / "config.json").write_text(json.dumps(described, indent=2) + "\n")

@@ -107,9 +107,9 @@ def names(each: Row, ours: tuple[int, ...], layer: int | None) -> list[str]:
     return list(dict.fromkeys(found))
 
 
-def _to_ours(each: Row, piece: Piece, array: np.ndarray, ours: tuple[int, ...]) -> np.ndarray:
+def _to_ours(each: Row, piece: Piece, array: np.ndarray, shape: tuple[int, ...]) -> np.ndarray:
     theirs, mine = each.dims.split(">")
-    size = dict(zip(mine, _piece_shape(each, ours), strict=True))
+    size = dict(zip(mine, shape, strict=True))
     array = np.split(array, piece.parts, axis=split_dim(each))[piece.part] if piece.parts > 1 else array
     flat = theirs.replace("(", "").replace(")", "")
     return array.reshape([size[letter] for letter in flat]).transpose([flat.index(letter) for letter in mine])
@@ -117,15 +117,14 @@ def _to_ours(each: Row, piece: Piece, array: np.ndarray, ours: tuple[int, ...]) 
 
 def read(each: Row, ours: tuple[int, ...], layer: int | None, get: Callable[[str], np.ndarray]) -> np.ndarray:
     """Our parameter, float32, from their tensors; get(name) -> array."""
-
-    def one(expert: int) -> np.ndarray:
-        found = [(piece, get(piece.name.format(i=layer, e=expert))) for piece in each.pieces]
-        parts = [_to_ours(each, piece, array, ours) for piece, array in found]
-        axis = each.stacked - 1 if each.experts else each.stacked
-        return parts[0] if len(parts) == 1 else np.stack(parts, axis=axis)
-
-    array = np.stack([one(e) for e in range(ours[0])]) if each.experts else one(0)
-    return np.ascontiguousarray(array, np.float32)
+    found = np.empty(ours, np.float32)
+    shape = _piece_shape(each, ours)
+    for e, own in enumerate(found) if each.experts else ((0, found),):
+        for i, piece in enumerate(each.pieces):
+            axis = each.stacked - each.experts
+            place = own[(slice(None),) * axis + (i,)] if len(each.pieces) > 1 else own
+            place[...] = _to_ours(each, piece, get(piece.name.format(i=layer, e=e)), shape)
+    return found
 
 
 def write(each: Row, array: np.ndarray, layer: int | None) -> Iterator[tuple[str, Piece, np.ndarray]]:
@@ -133,7 +132,7 @@ def write(each: Row, array: np.ndarray, layer: int | None) -> Iterator[tuple[str
     theirs, mine = each.dims.split(">")
     flat = theirs.replace("(", "").replace(")", "")
     for e, own in enumerate(array) if each.experts else ((0, array),):
-        axis = each.stacked - 1 if each.experts else each.stacked
+        axis = each.stacked - each.experts
         parts = [own] if len(each.pieces) == 1 else [np.take(own, i, axis=axis) for i in range(len(each.pieces))]
         for piece, part in zip(each.pieces, parts, strict=True):
             size = dict(zip(mine, part.shape, strict=True))
