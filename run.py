@@ -13,7 +13,9 @@ import dataclasses
 import json
 import os
 import shutil
+import signal
 import sys
+import threading
 import warnings
 from collections.abc import Callable, Sequence
 from functools import partial
@@ -24,8 +26,8 @@ import jax
 import numpy as np
 
 import models
+from jaxpp import checkpoint, mesh, metrics, partition, plan, tokenize, tokenizer, train
 from jaxpp import config as options
-from jaxpp import mesh, metrics, partition, plan, tokenize, tokenizer, train
 from jaxpp.config import Config, ExportConfig, GenerateConfig, PlanConfig
 from jaxpp.options import check_ranges, parse
 from models import hf
@@ -38,6 +40,7 @@ DEFAULT_MODEL = "gpt2-tiny"
 
 def source_of(config: Config) -> hf.Source | None:
     """The weights that a run starts from, or None where it starts from random ones. Raises ValueError."""
+    options.check_start(config)
     if config.init_from is not None:
         return hf.open_folder(config.init_from)
     return hf.open_llmc(config.llmc_filepath) if config.llmc_filepath is not None else None
@@ -94,21 +97,37 @@ def run_train(config: Config) -> None:
     model = dataclasses.replace(model, cudnn=gpus > 0)
     sizes = options.sizes(config, model.layers, model.positions, gpus)
     grid = mesh.make_mesh(sizes.pipe, sizes.data)
-    run = train.make_run(config, sizes, grid, model.layers, models.training_loss(model))
+    run = train.make_run(
+        config, sizes, grid, model.layers, loss=models.training_loss(model), model=models.to_json(model)
+    )
     where = config.tokenizer or tokenizer_in(config.init_from)
     train_tokens, validation_tokens, corpus = train.load_corpus(config, model.vocab_size, where)
     train.check_corpus(run, train_tokens, validation_tokens)
     build = builder(model)
     if source:
         hf.check_source(source, train.placed_spec(run, build))
-    with metrics.Log(config.output_dir, config.num_iteration) as log:
+    found = train.find_checkpoint(run)
+    stop = on_sigterm() if config.save else lambda: False
+    with metrics.Log(config.output_dir, config.num_iteration, found.step if found else 0) as log:
+        if config.load:
+            log.say(f"going on from {found.path}" if found else f"{config.load} has no checkpoint yet: starting anew")
         log.say(describe(run, model, corpus, train.parameter_count(train.placed_spec(run, build))))
         text_of = tokenizer.load(where)
         speaks = where is not None or model.vocab_size == text_of.vocab_size
         sample = sampler(run, model.positions, validation_tokens, text_of, log) if speaks else lambda params: None
         read = partial(hf.assemble, source) if source else None
-        train.train(run, build, (train_tokens, validation_tokens), log, sample, read)
+        hooks = train.Hooks(sample, read, found, stop)
+        train.train(run, build, (train_tokens, validation_tokens), log, hooks)
+        if config.save:
+            log.say(f"checkpoints are in {config.save}")
         log.say(f"metrics are in {log.path}")
+
+
+def on_sigterm() -> Callable[[], bool]:
+    """From now on SIGTERM is only noted; returns whether it has come."""
+    came = threading.Event()
+    signal.signal(signal.SIGTERM, lambda *_: came.set())
+    return came.is_set
 
 
 def tokenizer_in(folder: str | None) -> str | None:
@@ -136,9 +155,8 @@ def run_generate(config: GenerateConfig) -> None:
     check_ranges(config)
     if config.load is None or not config.prompt:
         raise ValueError("generate needs --load FOLDER and --prompt TEXT, for example --load model --prompt 'Once'")
-    text_of = tokenizer.load(config.tokenizer or tokenizer_in(config.load))
-    source = hf.open_folder(config.load, "load")
-    model = source.config
+    model, weight, origin = open_model(config.load)
+    text_of = tokenizer.load(config.tokenizer or origin)
     prompt = text_of.encode(config.prompt)
     if len(prompt) + config.max_new_tokens > model.positions:
         raise ValueError(
@@ -146,7 +164,8 @@ def run_generate(config: GenerateConfig) -> None:
             f" {model.positions} positions of the model: use at most {max(0, model.positions - len(prompt))}"
         )
     tokenizer.check_vocabulary(text_of, model.vocab_size)
-    params = read_params(source)
+    spec = spec_of(model)
+    params = partition.assemble(spec, partition.shardings(spec, mesh.make_mesh(devices=jax.devices()[:1])), weight)
     sampling = Sampling(config.temperature, config.top_k, config.top_p)
     key = jax.random.key(config.seed)
     options = (key, sampling, partition.unstack, config.dtype, text_of.end)
@@ -156,10 +175,20 @@ def run_generate(config: GenerateConfig) -> None:
     print()
 
 
-def read_params(source: hf.Source) -> partition.Placed:
-    """A source's parameters, on one device."""
-    spec = spec_of(source.config)
-    return hf.assemble(source, spec, partition.shardings(spec, mesh.make_mesh(devices=jax.devices()[:1])))
+def open_model(folder: str) -> tuple[models.ModelConfig, Any, str | None]:
+    """A trained model: its config, its weights by (part, path, layer), and where its tokenizer is, if it has one.
+
+    folder: of a Hugging Face model, or of checkpoints. Raises ValueError where it is neither.
+    """
+    if (Path(folder) / "config.json").is_file():
+        source = hf.open_folder(folder, "load")
+        return source.config, hf.source_weight(source, spec_of(source.config)), tokenizer_in(folder)
+    found = checkpoint.latest(folder)
+    if found is None:
+        raise ValueError(f"load={folder!r} has neither a config.json nor a checkpoint: give a folder that has")
+    model, given = models.from_json(found.info["model"]), found.info["options"]
+    weight = checkpoint.weights(found, 0, model.layers)
+    return model, weight, given["tokenizer"] or tokenizer_in(given["init_from"])
 
 
 def spec_of(model: models.ModelConfig) -> partition.Placed:
@@ -172,10 +201,8 @@ def run_export(config: ExportConfig) -> None:
     """Write a Hugging Face folder, one tensor at a time."""
     if config.load is None or config.to is None:
         raise ValueError("export needs --load FOLDER and --to FOLDER, for example --load model --to exported")
-    source = hf.open_folder(config.load, "load")
-    spec = spec_of(source.config)
-    origin = config.tokenizer or config.load
-    files = hf.export(source.config, spec, hf.source_weight(source, spec), config.to, config.dtype, origin)
+    model, weight, origin = open_model(config.load)
+    files = hf.export(model, spec_of(model), weight, config.to, config.dtype, config.tokenizer or origin)
     print(f"wrote {', '.join(files)} to {config.to}")
 
 

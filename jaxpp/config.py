@@ -65,6 +65,10 @@ class Config:
     )
     # A key holds 32 bits of the seed, and would drop the others without a word.
     seed: int = option(0, "of weights, data order and dropout", int, least=0, most=2**32 - 1)
+    save: str | None = option(None, "folder for checkpoints, the last step's among them (default: none)")
+    save_interval: int = option(0, "steps between checkpoints, 0: only at the end", int, least=0)
+    max_checkpoint_keep: int = option(3, "how many of the newest checkpoints stay", int, least=1)
+    load: str | None = option(None, "go on from the newest whole checkpoint of this folder")
     output_dir: str = option("output", "folder for metrics.jsonl")
     emulate_devices: int | None = option(
         None, "run on the CPU as this many devices (default without GPUs)", int, least=1, most=1024
@@ -87,7 +91,7 @@ class PlanConfig(Config):
 class GenerateConfig:
     """Continue a prompt with a trained model."""
 
-    load: str | None = option(None, "Hugging Face folder with the model")
+    load: str | None = option(None, "folder of a Hugging Face model, or of checkpoints")
     prompt: str | None = option(None, "text to continue")
     max_new_tokens: int = option(200, "the most tokens to add", int, least=1)
     temperature: float = option(0.8, "what logits are divided by, 0: always the likeliest token", float, least=0)
@@ -102,7 +106,7 @@ class GenerateConfig:
 class ExportConfig:
     """Write a model as a Hugging Face folder, for transformers and vLLM."""
 
-    load: str | None = option(None, "Hugging Face folder with the model")
+    load: str | None = option(None, "folder of a Hugging Face model, or of checkpoints")
     to: str | None = option(None, "folder to write")
     dtype: str = option("float32", f"dtype of the files: {', '.join(DTYPES)}", str, DTYPES)
     tokenizer: str | None = option(None, "folder whose tokenizer is copied (default: that of load)")
@@ -127,6 +131,15 @@ class Sizes:
         return self.microbatches * self.rows * self.length
 
 
+def check_start(config: Config) -> None:
+    """Check that a run starts from one thing. Raises ValueError."""
+    starts = [name for name in ("model", "init_from", "llmc_filepath") if getattr(config, name) is not None]
+    if len(starts) > 1:
+        raise ValueError(f"{' and '.join(starts)} each say which model to train: give one of them")
+    if config.load is not None and (config.init_from or config.llmc_filepath):
+        raise ValueError("load goes on from a checkpoint, init_from and llmc_filepath start anew: give one of them")
+
+
 def check(config: Config, layers: int, positions: int) -> None:
     """Check what needs no device: dtypes, ranges, the schedule, and what the model can take.
 
@@ -142,9 +155,8 @@ def check(config: Config, layers: int, positions: int) -> None:
             " not have: use bfloat16"
         )
     check_ranges(config)
-    starts = [name for name in ("model", "init_from", "llmc_filepath") if getattr(config, name) is not None]
-    if len(starts) > 1:
-        raise ValueError(f"{' and '.join(starts)} each say which model to train: give one of them")
+    if config.save_interval and config.save is None:
+        raise ValueError(f"save_interval={config.save_interval} needs a folder: give --save FOLDER")
     if not 0 <= config.dropout < 1:
         raise ValueError(f"dropout={config.dropout} must be in [0, 1), for example --dropout 0.1")
     if config.schedule is not None and config.schedule not in SCHEDULES:

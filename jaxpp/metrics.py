@@ -12,14 +12,18 @@ from rich.progress import BarColumn, MofNCompleteColumn, Progress, TextColumn, T
 class Log:
     """Writes a run's lines and its metrics file; a context manager, so that the file and the bar are closed.
 
-    Args: folder, made if missing; steps, of the bar. Raises ValueError where the folder cannot be made.
+    Args: folder, made if missing; steps, of the bar; done, the steps that a run goes on after: their lines are kept.
+    Raises ValueError where the folder cannot be made.
     """
 
-    def __init__(self, folder: str, steps: int) -> None:
+    def __init__(self, folder: str, steps: int, done: int = 0) -> None:
         try:
             Path(folder).mkdir(parents=True, exist_ok=True)
             self.path = Path(folder) / "metrics.jsonl"
+            kept = _lines_until(self.path, done) if done and self.path.exists() else []
             self._file = self.path.open("w")
+            self._file.writelines(kept)
+            self._file.flush()
         except OSError as error:
             raise ValueError(f"output_dir={folder!r} cannot be written ({error.strerror}): use another") from None
         columns = (BarColumn(), MofNCompleteColumn(), TextColumn("{task.description}"), TimeRemainingColumn())
@@ -62,3 +66,15 @@ class Log:
         )
         if self._bar and self._task is not None:
             self._bar.update(self._task, completed=record["step"], description=f"loss {record['loss']:.3f}")
+
+
+def _lines_until(path: Path, step: int) -> list[str]:
+    """The lines of a metrics file up to a step; a last line that a kill cut short is left out."""
+    kept = []
+    for line in path.read_text().splitlines():
+        try:
+            if json.loads(line)["step"] <= step:
+                kept.append(line + "\n")
+        except (ValueError, KeyError):
+            continue
+    return kept

@@ -3,9 +3,10 @@
 Legend: B microbatch size, T sequence, M microbatches, DP data ranks.
 """
 
+import json
 import time
 from collections.abc import Callable
-from dataclasses import dataclass, replace
+from dataclasses import asdict, dataclass, field, replace
 from functools import partial
 from typing import Any, NamedTuple, cast
 
@@ -15,7 +16,7 @@ import numpy as np
 import optax
 from jax.sharding import Mesh, NamedSharding, PartitionSpec
 
-from jaxpp import data, executor, optim, partition, precision, schedules, tokenize, tokenizer, wire
+from jaxpp import checkpoint, data, executor, optim, partition, precision, schedules, tokenize, tokenizer, wire
 from jaxpp.config import Config, Sizes
 from jaxpp.executor import Pipeline
 from jaxpp.losses import token_loss
@@ -40,13 +41,17 @@ class State(NamedTuple):
 
 @dataclass(frozen=True)
 class Run:
-    """Everything of a run that does not change: the options, the sizes, the mesh and what is built from them."""
+    """Everything of a run that does not change: the options, the sizes, the mesh and what is built from them.
+
+    loss: see `executor.value_and_grad`. model: the model as JSON, for checkpoints.
+    """
 
     config: Config
     sizes: Sizes
     mesh: Any
     layout: partition.Layout
     loss: Callable = token_loss
+    model: dict[str, Any] = field(default_factory=dict)
 
     @property
     def pipeline(self) -> Pipeline:
@@ -79,10 +84,10 @@ class Run:
         return jax.eval_shape(lambda: jax.random.key(0)) if self.config.dropout else None
 
 
-def make_run(config: Config, sizes: Sizes, mesh: Any, layers: int, loss: Callable = token_loss) -> Run:
-    """Describe a run; loss, see `executor.value_and_grad`. Raises ValueError where layers and stages do not fit."""
+def make_run(config: Config, sizes: Sizes, mesh: Any, layers: int, **fields: Any) -> Run:
+    """Describe a run; fields, loss and model of `Run`. Raises ValueError where layers and stages do not fit."""
     layout = partition.split_layers(layers, sizes.pipe, config.virtual_pipeline_parallel)
-    return Run(config, sizes, mesh, layout, loss)
+    return Run(config, sizes, mesh, layout, **fields)
 
 
 def placed_spec(run: Run, build: Build) -> Placed:
@@ -90,26 +95,65 @@ def placed_spec(run: Run, build: Build) -> Placed:
     return jax.eval_shape(lambda: partition.stack(build(jax.random.key(0)), run.layout))
 
 
-def initial_state(run: Run, build: Build, read: Read | None = None) -> State:
-    """Parameters, optimizer state and workspace, each made on the devices where it rests.
-
-    Args: read, gives the parameters instead of random ones.
-    """
+def state_spec(run: Run, build: Build) -> tuple[tuple, tuple]:
+    """Shapes, and shardings, of what a checkpoint holds: parameters, optimizer state, step."""
     spec = placed_spec(run, build)
     at_rest = partition.shardings(spec, run.mesh)
+    opt_spec = jax.eval_shape(run.optimizer.init, spec)
+    like_params = optax.tree_utils.tree_map_params(
+        run.optimizer, lambda _, s: s, opt_spec, at_rest, transform_non_params=lambda _: _everywhere(run.mesh)
+    )
+    return (spec, opt_spec, jax.ShapeDtypeStruct((), jnp.int32)), (at_rest, like_params, _everywhere(run.mesh))
+
+
+def initial_state(run: Run, build: Build, read: Read | None = None, found: checkpoint.Found | None = None) -> State:
+    """Parameters, optimizer state and workspace, each made on the devices where it rests.
+
+    Args: read, gives the parameters instead of random ones; found, a checkpoint that all is read from.
+    """
+    (spec, opt_spec, step_spec), (at_rest, like_params, everywhere) = state_spec(run, build)
+    workspace = executor.new_workspace(run.pipeline, spec, run.batch_spec(), run.key_spec())
+    if found is not None:
+        shardings = (at_rest, like_params, everywhere)
+        params, opt_state, step = checkpoint.restore(found, (spec, opt_spec, step_spec), shardings)
+        return State(params, opt_state, step, workspace)
     if read is not None:
         params = read(spec, at_rest)
     else:
         make = jax.jit(lambda key: partition.stack(build(key), run.layout), out_shardings=at_rest)
         params = make(jax.random.key(run.config.seed))
-    opt_spec = jax.eval_shape(run.optimizer.init, spec)
-    like_params = optax.tree_utils.tree_map_params(
-        run.optimizer, lambda _, s: s, opt_spec, at_rest, transform_non_params=lambda _: _everywhere(run.mesh)
-    )
     opt_state = jax.jit(run.optimizer.init, out_shardings=like_params)(params)
-    step = jax.device_put(jnp.zeros((), jnp.int32), _everywhere(run.mesh))
-    workspace = executor.new_workspace(run.pipeline, spec, run.batch_spec(), run.key_spec())
-    return State(params, opt_state, step, workspace)
+    return State(params, opt_state, jax.device_put(jnp.zeros((), jnp.int32), everywhere), workspace)
+
+
+def describe_run(run: Run) -> dict[str, Any]:
+    """What a checkpoint says of its run: the model, what must not change, and all options."""
+    fixed = {"optimizer": run.config.optimizer, "seed": run.config.seed}
+    fixed |= {"tokens_per_step": run.sizes.tokens, "sequence_length": run.sizes.length}
+    return {"model": run.model, "fixed": fixed, "options": asdict(run.config)}
+
+
+def find_checkpoint(run: Run) -> checkpoint.Found | None:
+    """The checkpoint that a run goes on from. Raises ValueError where there is none, or one of another run.
+
+    A folder to save to may be given to load from as well, empty at first: the same command then starts and goes on.
+    """
+    config = run.config
+    if config.load is None:
+        return None
+    found = checkpoint.latest(config.load)
+    if found is None and config.load != config.save:
+        raise ValueError(f"load={config.load!r} has no checkpoint: give a folder that --save has written to")
+    if found is not None:
+        now = json.loads(json.dumps(describe_run(run)))  # as it comes back from a file
+        checkpoint.check_same("load", found.info["model"], now["model"], "model")
+        checkpoint.check_same("load", found.info["fixed"], now["fixed"], "run")
+        if found.step >= config.num_iteration:
+            raise ValueError(
+                f"load={config.load!r} is at step {found.step}, and num_iteration={config.num_iteration} leaves nothing"
+                f" to do: use a larger --num_iteration"
+            )
+    return found
 
 
 def _everywhere(mesh: Mesh) -> NamedSharding:
@@ -207,42 +251,56 @@ def make_eval(run: Run) -> Callable[[Placed, list[dict]], float]:
     return mean
 
 
-def train(
-    run: Run,
-    build: Build,
-    corpus: tuple[np.ndarray, np.ndarray],
-    log: Log,
-    sample: Callable[[Placed], None] = lambda params: None,
-    read: Read | None = None,
-) -> State:
+class Hooks(NamedTuple):
+    """What a run does beside its steps.
+
+    sample, called with the parameters every `sample_every` steps and at the end; read, gives the first parameters
+    instead of random ones; found, a checkpoint to go on from; stop, returns whether to save and end now.
+    """
+
+    sample: Callable[[Placed], None] = lambda params: None
+    read: Read | None = None
+    found: checkpoint.Found | None = None
+    stop: Callable[[], bool] = lambda: False
+
+
+def train(run: Run, build: Build, corpus: tuple[np.ndarray, np.ndarray], log: Log, hooks: Hooks = Hooks()) -> State:  # noqa: B008
     """Train.
 
-    Args: build, key -> model; corpus, training and validation tokens; sample, called with the parameters every
-    `sample_every` steps and at the end; read, gives the first parameters instead of random ones.
+    Args: build, key -> model; corpus, training and validation tokens.
     Returns: the last state. Every step and validation is logged; the step's numbers are fetched while the next one
     runs, so that the host is never waited for.
     """
     config, s = run.config, run.sizes
-    train_tokens, validation_tokens = corpus
-    batches = data.Batches(train_tokens, s.microbatches, s.rows, s.length, config.seed)
-    held_out = validation_set(run, validation_tokens)
+    batches = data.Batches(corpus[0], s.microbatches, s.rows, s.length, config.seed)
+    held_out = validation_set(run, corpus[1])
+    saver = checkpoint.Saver(config.save, config.max_checkpoint_keep) if config.save else None
     wire.self_test(run.mesh, run.pipeline.wire)
-    state, step, evaluate = initial_state(run, build, read), make_step(run), make_eval(run)
+    state, step, evaluate = initial_state(run, build, hooks.read, hooks.found), make_step(run), make_eval(run)
     report = _reporter(run, log)
-    for i in range(config.num_iteration):
+    for i in range(hooks.found.step if hooks.found else 0, config.num_iteration):
         state, metrics = step(state, put_batch(run, batches.at(i)))
-        last = i + 1 == config.num_iteration
+        last, stopping = i + 1 == config.num_iteration, hooks.stop()
         due = lambda every, i=i, last=last: last or (every > 0 and (i + 1) % every == 0)
         validate, sampling = due(config.val_loss_every), due(config.sample_every)
-        report(i + 1, metrics, flush=validate or sampling)
+        saving = saver is not None and (due(config.save_interval) or stopping)
+        report(i + 1, metrics, flush=validate or sampling or saving)
+        if saver is not None and saving:
+            saver.save(i + 1, (state.params, state.opt_state, state.step), describe_run(run))
+        if stopping:
+            log.say(f"stopped after step {i + 1}")
+            break
         if validate:
             value = evaluate(state.params, held_out)
             log.write({"step": i + 1, "val_loss": value})
             log.say(f"step {i + 1}  validation loss {value:.4f}")
         if sampling:
-            sample(state.params)
-        if validate or sampling:
+            hooks.sample(state.params)
+        if validate or sampling or saving:
             report(None, None, flush=True)
+    report(None, None, flush=True)
+    if saver is not None:
+        saver.wait()
     return state
 
 

@@ -1,6 +1,7 @@
 """Models by name. Each is any object with an embedding, a list of blocks and a head; the library knows no more."""
 
 from collections.abc import Callable
+from dataclasses import asdict
 from difflib import get_close_matches
 from typing import Any
 
@@ -10,6 +11,7 @@ from models.gpt2 import GPT2, GPT2Config
 from models.llama3 import Llama3, Llama3Config
 from models.mixtral import Mixtral, MixtralConfig
 from models.qwen3 import Qwen3, Qwen3Config
+from models.rope import Rope
 
 ModelConfig = GPT2Config | Llama3Config | Qwen3Config | MixtralConfig
 PRESETS: dict[str, ModelConfig] = {**gpt2.PRESETS, **llama3.PRESETS, **qwen3.PRESETS, **mixtral.PRESETS}
@@ -19,6 +21,9 @@ FAMILIES: dict[type, Callable[..., Any]] = {
     Qwen3Config: Qwen3,
     MixtralConfig: Mixtral,
 }
+
+
+_OF_A_RUN = ("dropout", "std", "cudnn", "balance_loss", "z_loss")  # the same model, run or trained otherwise
 
 
 def config_of(name: str) -> ModelConfig:
@@ -33,6 +38,20 @@ def config_of(name: str) -> ModelConfig:
 def build(key: Any, config: ModelConfig) -> Any:
     """A model of a config, with initial weights drawn from a key."""
     return FAMILIES[type(config)](key, config)
+
+
+def to_json(config: ModelConfig) -> dict[str, Any]:
+    """A config as plain data: `family`, and the fields that say what the model is."""
+    return {"family": type(config).__name__} | {k: v for k, v in asdict(config).items() if k not in _OF_A_RUN}
+
+
+def from_json(fields: dict[str, Any]) -> ModelConfig:
+    """The config of `to_json`."""
+    family = next(made for made in FAMILIES if made.__name__ == fields["family"])
+    values: dict[str, Any] = {name: value for name, value in fields.items() if name != "family"}
+    if "rope" in values:
+        values["rope"] = Rope(**values["rope"])
+    return family(**values)
 
 
 def training_loss(config: ModelConfig) -> Callable:
