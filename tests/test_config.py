@@ -54,26 +54,26 @@ def refusal(**options) -> str:
     return str(error.value)
 
 
-LEAST = dict.fromkeys(
-    ("pipeline_parallel", "virtual_pipeline_parallel", "data_parallel", "batch_size", "total_batch_size"), 1
-) | {"sequence_length": 1, "num_iteration": 1, "emulate_devices": 1}
-LEAST |= dict.fromkeys(("warmup_iterations", "learning_rate", "min_learning_rate", "weight_decay", "clip_grad"), 0)
-LEAST |= dict.fromkeys(("val_loss_every", "sample_every", "seed", "router_balance_loss", "router_z_loss"), 0)
+NUMBERS = {name: option for name, option in OPTIONS.items() if option.metadata["type"] in (int, float)}
+LEAST = {name: option.metadata["least"] for name, option in NUMBERS.items() if name != "dropout"}
 
 
 @pytest.mark.parametrize("name", LEAST)
 def test_least_values(name):
     """The least value passes, one below it is refused with the option, the value, the rule and a value that works."""
     least = OPTIONS[name].metadata["type"](LEAST[name])
-    check(Config(**{name: least}), layers=8, positions=256)
+    extra = {"save": "x"} if name == "save_interval" else {}
+    check(Config(**{name: least} | extra), layers=8, positions=256)
     message = refusal(**{name: least - 1})
     assert message.startswith(f"{name}={least - 1} must be at least {LEAST[name]}, for example --{name} ")
-    check(Config(**{name: OPTIONS[name].metadata["type"](message.split()[-1])}), layers=8, positions=256)
+    check(Config(**{name: OPTIONS[name].metadata["type"](message.split()[-1])} | extra), layers=8, positions=256)
 
 
 def test_every_number_has_a_least_value():
-    numbers = {name for name, option in OPTIONS.items() if option.metadata["type"] in (int, float)}
-    assert numbers == {*LEAST, "dropout"}
+    assert set(LEAST.values()) == {0, 1}
+    ones = {"pipeline_parallel", "virtual_pipeline_parallel", "data_parallel", "batch_size", "total_batch_size"}
+    ones |= {"sequence_length", "num_iteration", "emulate_devices", "max_checkpoint_keep"}
+    assert {name for name, least in LEAST.items() if least == 1} == ones
 
 
 FLOATS = [name for name, option in OPTIONS.items() if option.metadata["type"] is float]
