@@ -8,7 +8,7 @@ from jaxpp.config import MOST_MICROBATCHES, Config, PlanConfig, Sizes, check, si
 from jaxpp.options import parse
 
 COMMANDS = {"train": Config, "plan": PlanConfig}
-OTHER = {int: 3, float: 0.25, str: "other"}
+OTHER = {int: 5, float: 0.25, str: "other"}
 OPTIONS = {option.name: option for option in fields(Config)}
 
 
