@@ -145,7 +145,7 @@ def sampler(
 
     def sample(params: partition.Placed) -> None:
         found = generate(params, prompt, count, key, Sampling(), partition.unstack, run.config.dtype, text_of.end)
-        log.say(f"a continuation of {text_of.decode(prompt[-32:])!r}:\n{text_of.decode(list(found))}")
+        log.say(f"a continuation of {text_of.decode(prompt[-32:].tolist())!r}:\n{text_of.decode(list(found))}")
 
     return sample
 
@@ -211,9 +211,8 @@ def run_plan(config: PlanConfig) -> None:
     model = model_config(config, source_of(config))
     options.check(config, model.layers, model.positions)
     sizes = options.sizes(config, model.layers, model.positions)
-    run = train.make_run(
-        config, sizes, plan.abstract_mesh(sizes.pipe, sizes.data), model.layers, models.training_loss(model)
-    )
+    grid = plan.abstract_mesh(sizes.pipe, sizes.data)
+    run = train.make_run(config, sizes, grid, model.layers, loss=models.training_loss(model))
     found = plan.make_plan(run, builder(model))
     if config.json:
         print(json.dumps(found))

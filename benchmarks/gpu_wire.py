@@ -14,8 +14,8 @@ from collections import Counter
 
 import jax
 
+import models
 from jaxpp import config, executor, mesh, partition, train
-from models import GPT2, config_of
 
 STAGES = 4
 CASES = (  # dtype, pipeline_dtype, schedule, chunks
@@ -29,7 +29,7 @@ NAMES = {"bfloat16": "bf16", "float32": "f32"}
 
 def compiled_text(dtype: str, pipeline_dtype: str | None, schedule: str, chunks: int) -> tuple[train.Run, str]:
     """The optimised text of one step's program for rank 0 of 4."""
-    model = dataclasses.replace(config_of("gpt2-tiny"), dim=256, heads=4)
+    model = dataclasses.replace(models.config_of("gpt2-tiny"), dim=256, heads=4)
     options = config.Config(
         dtype=dtype,
         pipeline_dtype=pipeline_dtype,
@@ -40,11 +40,11 @@ def compiled_text(dtype: str, pipeline_dtype: str | None, schedule: str, chunks:
     )
     sizes = config.sizes(options, model.layers, model.positions)
     run = train.make_run(options, sizes, mesh.make_mesh(STAGES), model.layers)
-    spec = train.placed_spec(run, lambda key: GPT2(key, model))
+    spec = train.placed_spec(run, lambda key: models.build(key, model))
     where = partition.shardings(spec, run.mesh)
     spec = jax.tree.map(lambda a, s: jax.ShapeDtypeStruct(a.shape, a.dtype, sharding=s), spec, where)
     step = lambda params, batch: executor.train_step(run.pipeline, params, batch)[:3]
-    return run, jax.jit(step).lower(spec, run.batch_spec()).compile().as_text()
+    return run, jax.jit(step).lower(spec, run.batch_spec()).compile().as_text() or ""
 
 
 def permutes(text: str) -> list[str]:

@@ -24,10 +24,11 @@ from flax import nnx
 import jaxpp
 from jaxpp import executor
 from jaxpp.executor import Pipeline
-from models.attention import attend
+from models.attention import AttentionSpec, attend
 from models.dense import normal, project
 
 LAYERS, DIM, HEADS, VOCAB, SEQ, BATCH, FF = 8, 256, 4, 512, 256, 2, 1024
+ATTENTION = AttentionSpec(DIM, HEADS, HEADS, DIM // HEADS)
 STD = 0.02
 
 
@@ -56,7 +57,7 @@ class Block(nnx.Module):
     def __call__(self, x_BTD: jax.Array, microbatch: dict[str, jax.Array], key: jax.Array | None) -> jax.Array:
         n_BTD = rms(x_BTD, self.norm1[...])
         q, k, v = (project(n_BTD, w[...]) for w in (self.wq, self.wk, self.wv))
-        x_BTD = x_BTD + project(attend(q, k, v), self.wo[...], summed=2)
+        x_BTD = x_BTD + project(attend(ATTENTION, q, k, v), self.wo[...], summed=2)
         n_BTD = rms(x_BTD, self.norm2[...])
         return x_BTD + project(
             jax.nn.silu(project(n_BTD, self.gate[...])) * project(n_BTD, self.up[...]), self.down[...]
@@ -109,7 +110,8 @@ def step_time(pairs: int) -> None:
     for remat in ("dots", "full", "none"):
         one, four = Case(1, 8, remat), Case(4, 8, remat)
         for _ in range(2):
-            one.run(), four.run()
+            one.run()
+            four.run()
         runs = [(one.run(), four.run()) for _ in range(pairs)]
         ratio, a, b, cpu_a, cpu_b = (
             statistics.median(found)
@@ -146,7 +148,7 @@ def beside(peer: str, python: str, pairs: int) -> None:
 
 def main() -> None:
     """Run the parts and print a line each."""
-    parser = argparse.ArgumentParser(description=__doc__.split("\n")[0])
+    parser = argparse.ArgumentParser(description=(__doc__ or "").split("\n")[0])
     parser.add_argument("--pairs", type=int, default=9, help="pairs of steps in part (a)")
     parser.add_argument("--peer", help="a script that prints the step time of a peer's pipeline")
     parser.add_argument("--peer-python", default="python", help="the interpreter that has the peer's packages")

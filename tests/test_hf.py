@@ -19,7 +19,8 @@ from safetensors import safe_open
 
 import jaxpp
 import models
-from jaxpp import partition
+import run
+from jaxpp import data, partition, train
 from models import hf, mapping
 from models.generate import Sampling, generate
 
@@ -200,3 +201,21 @@ def test_every_row_reads_what_it_writes() -> None:
             assert {part.shape for part in joined.values()} == {mapping.their_shape(each, array.shape)}
             assert sorted(joined) == sorted(mapping.names(each, array.shape, 1))
             np.testing.assert_array_equal(mapping.read(each, array.shape, 1, joined.__getitem__), array)
+
+
+def test_an_exported_model_has_the_validation_loss_of_our_log(tmp_path: Path) -> None:
+    """Trained here, exported, and evaluated by transformers on the same rows."""
+    words = ["--dtype", "float32", "--num_iteration", "3", "--pipeline_parallel", "2", "--sequence_length", "32"]
+    folders = ["--save", str(tmp_path / "saved"), "--output_dir", str(tmp_path)]
+    assert run.main(["train", *words, *folders]) == 0
+    assert run.main(["export", "--load", str(tmp_path / "saved"), "--to", str(tmp_path / "theirs")]) == 0
+    logged = json.loads((tmp_path / "metrics.jsonl").read_text().splitlines()[-1])["val_loss"]
+    model = transformers.GPT2LMHeadModel.from_pretrained(tmp_path / "theirs")
+    total, count = 0.0, 0
+    for batch in data.validation_batches(data.default_corpus()[1], 8, 2, 32, train.VALIDATION_BATCHES):
+        tokens, labels = (torch.tensor(batch[name].reshape(-1, 32)).long() for name in ("tokens", "labels"))
+        with torch.no_grad():
+            scores = model(tokens).logits.flatten(0, 1)
+        total += torch.nn.functional.cross_entropy(scores, labels.flatten(), reduction="sum").item()
+        count += int((labels != data.IGNORED_LABEL).sum())
+    assert abs(total / count - logged) < 1e-4
