@@ -59,6 +59,12 @@ def model_config(config: Config, source: hf.Source | None) -> models.ModelConfig
     return model
 
 
+def check_split(config: Config, model: models.ModelConfig, sizes: options.Sizes) -> None:
+    """Check that a model divides over the ranks that share its layers. Raises ValueError."""
+    hidden = model.hidden or 4 * model.dim
+    options.check_split(config, model.attention.heads, hidden, getattr(model, "experts", 0), sizes.length)
+
+
 def builder(model: models.ModelConfig) -> train.Build:
     """A function key -> model."""
     return lambda key: models.build(key, model)
@@ -66,7 +72,8 @@ def builder(model: models.ModelConfig) -> train.Build:
 
 def start_devices(config: Config) -> int:
     """Start JAX on the GPUs, or on emulated devices where there are none. Returns the number of GPUs in use."""
-    count = (config.pipeline_parallel or 4) * (config.data_parallel or 1)
+    count = (config.pipeline_parallel or 4) * (config.data_parallel or 1) * config.tensor_parallel
+    count *= config.context_parallel * config.expert_parallel
     if config.emulate_devices:
         mesh.emulate_devices(config.emulate_devices)
         return 0
@@ -79,11 +86,12 @@ def describe(run: train.Run, model: models.ModelConfig, corpus: str, parameters:
     c, s, device = run.config, run.sizes, jax.devices()[0]
     kind = f"{len(jax.devices())} emulated CPU devices" if device.platform == "cpu" else f"{device.device_kind}"
     chunks = f" x {c.virtual_pipeline_parallel} chunks" if c.virtual_pipeline_parallel > 1 else ""
+    others = "".join(f" x {n} {axis}" for axis, n in s.mesh.items() if n > 1 and axis not in (mesh.PIPE, mesh.DATA))
     name = c.init_from or c.llmc_filepath or c.model or DEFAULT_MODEL
     return (
         f"training {name} ({parameters / 1e6:.1f}M parameters) on {corpus}: {c.schedule_name} over {s.pipe} stages"
-        f"{chunks} x {s.data} replicas, {s.microbatches} microbatches of {s.rows} x {s.length} tokens, {c.dtype} with"
-        f" {run.pipeline.precision.wire} on the wire, {c.num_iteration} steps, {kind},"
+        f"{chunks} x {s.data} replicas{others}, {s.microbatches} microbatches of {s.rows} x {s.length} tokens,"
+        f" {c.dtype} with {run.pipeline.precision.wire} on the wire, {c.num_iteration} steps, {kind},"
         f" {kernel(model.attention, jax.numpy.dtype(c.dtype), c.dropout > 0)} attention"
     )
 
@@ -96,7 +104,8 @@ def run_train(config: Config) -> None:
     gpus = start_devices(config)
     model = dataclasses.replace(model, cudnn=gpus > 0)
     sizes = options.sizes(config, model.layers, model.positions, gpus)
-    grid = mesh.make_mesh(sizes.pipe, sizes.data)
+    check_split(config, model, sizes)
+    grid = mesh.make_mesh(sizes.pipe, sizes.data, sizes.expert, sizes.context, sizes.tensor)
     run = train.make_run(
         config, sizes, grid, model.layers, loss=models.training_loss(model), model=models.to_json(model)
     )
@@ -165,7 +174,9 @@ def run_generate(config: GenerateConfig) -> None:
         )
     tokenizer.check_vocabulary(text_of, model.vocab_size)
     spec = spec_of(model)
-    params = partition.assemble(spec, partition.shardings(spec, mesh.make_mesh(devices=jax.devices()[:1])), weight)
+    params = partition.assemble(
+        spec, partition.shardings(spec, mesh.make_mesh(devices=jax.local_devices()[:1])), weight
+    )
     sampling = Sampling(config.temperature, config.top_k, config.top_p)
     key = jax.random.key(config.seed)
     options = (key, sampling, partition.unstack, config.dtype, text_of.end)
@@ -211,9 +222,10 @@ def run_plan(config: PlanConfig) -> None:
     model = model_config(config, source_of(config))
     options.check(config, model.layers, model.positions)
     sizes = options.sizes(config, model.layers, model.positions)
-    grid = plan.abstract_mesh(sizes.pipe, sizes.data)
+    check_split(config, model, sizes)
+    grid = mesh.abstract_mesh(list(sizes.mesh.values()))
     run = train.make_run(config, sizes, grid, model.layers, loss=models.training_loss(model))
-    found = plan.make_plan(run, builder(model))
+    found = plan.make_plan(run, builder(model), config.devices_per_host)
     if config.json:
         print(json.dumps(found))
     else:

@@ -4,7 +4,9 @@ Every refusal is a ValueError of one line that names the option, its value, the 
 """
 
 from dataclasses import dataclass
+from math import prod
 
+from jaxpp.mesh import AXES
 from jaxpp.options import check_ranges, nearest, option
 from jaxpp.precision import DTYPES, parse_dtype
 from jaxpp.remat import check_remat
@@ -33,6 +35,13 @@ class Config:
     virtual_pipeline_parallel: int = option(1, "chunks of layers on each stage", int, least=1)
     data_parallel: int | None = option(
         None, "replicas of the pipeline (default: 1, with GPUs all of them)", int, least=1
+    )
+    tensor_parallel: int = option(1, "ranks that share each layer", int, least=1)
+    sequence_parallel: bool = option(False, "with tensor_parallel: norms and residuals split over the sequence", bool)
+    context_parallel: int = option(1, "ranks that share each sequence", int, least=1)
+    expert_parallel: int = option(1, "ranks that share the experts, each with rows of its own", int, least=1)
+    zero_stage: int = option(
+        0, "over the replicas split 1: the optimizer's state, 2: gradients too, 3: parameters too", int, least=0, most=3
     )
     schedule: str | None = option(None, f"one of {', '.join(SCHEDULES)} (default: 1f1b, with chunks interleaved)")
     remat: str = option("dots", "what forward keeps for backward: full, none, dots, or a policy of JAX")
@@ -71,8 +80,13 @@ class Config:
     load: str | None = option(None, "go on from the newest whole checkpoint of this folder")
     output_dir: str = option("output", "folder for metrics.jsonl")
     emulate_devices: int | None = option(
-        None, "run on the CPU as this many devices (default without GPUs)", int, least=1, most=1024
+        None, "run on the CPU as this many devices a process (default without GPUs)", int, least=1, most=1024
     )
+    coordinator_address: str | None = option(
+        None, "host:port of process 0, with several processes (default: what SLURM or Open MPI say)"
+    )
+    num_processes: int | None = option(None, "how many processes there are, likewise", int, least=1)
+    process_id: int | None = option(None, "which of them this one is, from 0, likewise", int, least=0)
 
     @property
     def schedule_name(self) -> str:
@@ -85,6 +99,7 @@ class PlanConfig(Config):
     """Show what a training run will cost: schedule, memory and wire, without touching a device."""
 
     json: bool = option(False, "print one JSON object", bool)
+    devices_per_host: int = option(8, "devices of a host, to say what crosses between hosts", int, least=1)
 
 
 @dataclass(frozen=True)
@@ -114,21 +129,26 @@ class ExportConfig:
 
 @dataclass(frozen=True)
 class Sizes:
-    """What a run's numbers come to: stages, replicas, microbatches a step, rows of one over all replicas, tokens a row.
-
-    B in `tests` of shape [microbatches, rows, length].
-    """
+    """What a run's numbers come to: the mesh, and a batch [microbatches, rows of all replicas, tokens of a row]."""
 
     pipe: int
     data: int
     microbatches: int
     rows: int
     length: int
+    expert: int = 1
+    context: int = 1
+    tensor: int = 1
 
     @property
     def tokens(self) -> int:
         """Tokens a step."""
         return self.microbatches * self.rows * self.length
+
+    @property
+    def mesh(self) -> dict[str, int]:
+        """Sizes of the mesh's axes, in their order."""
+        return {axis: getattr(self, axis) for axis in AXES}
 
 
 def check_start(config: Config) -> None:
@@ -186,27 +206,56 @@ def check(config: Config, layers: int, positions: int) -> None:
         )
 
 
+def check_split(config: Config, heads: int, hidden: int, experts: int, length: int) -> None:
+    """Check that layers and sequences divide over their ranks.
+
+    Args: heads, hidden (of the MLP), experts (0: none), of the model; length, tokens of a row.
+    Raises ValueError with the numbers.
+    """
+    tensor, context, expert = config.tensor_parallel, config.context_parallel, config.expert_parallel
+    if config.sequence_parallel and tensor == 1:
+        raise ValueError("sequence_parallel is of tensor_parallel=2 or more, got 1: use --tensor_parallel 2")
+    if expert > 1 and not experts:
+        raise ValueError(f"expert_parallel={expert} is of models with experts, this model has none: leave it out")
+    rules = (
+        ("tensor_parallel", tensor, heads, "attention heads"),
+        ("tensor_parallel", tensor, hidden, "columns of the MLP"),
+        ("context_parallel", context, heads // tensor, "attention heads of a rank"),
+        ("expert_parallel", expert, experts, "experts"),
+        ("context_parallel", context, length, "tokens of a row"),
+        ("tensor_parallel", tensor if config.sequence_parallel else 1, length // context, "tokens of a row on a rank"),
+    )
+    for name, ways, size, what in rules:
+        if size % ways:
+            fits = max(n for n in range(1, ways) if size % n == 0)
+            longer = f" or a sequence_length of {-(-size // ways) * ways * length // size}" if "tokens" in what else ""
+            raise ValueError(f"{name}={ways} must divide the {size} {what}: use --{name} {fits}{longer}")
+
+
 def sizes(config: Config, layers: int, positions: int, gpus: int = 0) -> Sizes:
     """Resolve the sizes that are left open, and check that they divide.
 
     Args: layers, positions, of the model; gpus, how many there are (0: the CPU is emulated).
     Raises ValueError with the numbers and the nearest total_batch_size that fits.
     """
-    data = config.data_parallel
-    most = min(4, layers // config.virtual_pipeline_parallel, gpus // (data or 1) if gpus else 4)
+    data, others = config.data_parallel, {name: getattr(config, f"{name}_parallel") for name in AXES[2:]}
+    inner = prod(others.values())
+    most = min(4, layers // config.virtual_pipeline_parallel, gpus // ((data or 1) * inner) if gpus else 4)
     pipe = config.pipeline_parallel or max(1, most)
-    data = data or max(1, gpus // pipe)
+    data = data or max(1, gpus // (pipe * inner))
     length = config.sequence_length or max(1, positions // 4)
-    rows = config.batch_size * data
+    ranks = data * config.expert_parallel
+    rows = config.batch_size * ranks
     total = config.total_batch_size
     if total is None:
-        return Sizes(pipe, data, 8, rows, length)
+        return Sizes(pipe, data, 8, rows, length, **others)
     microbatches, rest = divmod(total, rows * length)
     if rest or not microbatches:
         fits = [n * rows * length for n in (microbatches, microbatches + 1) if n]
         raise ValueError(
-            f"total_batch_size={total} must be a multiple of batch_size x data_parallel x sequence_length ="
-            f" {config.batch_size} x {data} x {length} = {rows * length}: the nearest"
+            f"total_batch_size={total} must be a multiple of batch_size x data_parallel x"
+            f"{' expert_parallel x' if config.expert_parallel > 1 else ''} sequence_length ="
+            f" {config.batch_size} x {ranks} x {length} = {rows * length}: the nearest"
             f" {'are' if len(fits) > 1 else 'is'} {' and '.join(map(str, fits))}"
         )
     if microbatches > MOST_MICROBATCHES:
@@ -215,4 +264,4 @@ def sizes(config: Config, layers: int, positions: int, gpus: int = 0) -> Sizes:
             f" most {MOST_MICROBATCHES}: raise batch_size, or use at most --total_batch_size"
             f" {MOST_MICROBATCHES * rows * length}"
         )
-    return Sizes(pipe, data, microbatches, rows, length)
+    return Sizes(pipe, data, microbatches, rows, length, **others)

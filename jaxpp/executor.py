@@ -1,12 +1,12 @@
 """What runs: one SPMD train step, a scan over the ticks of a schedule.
 
-Inside `shard_map`, manual over `data` and `pipe`, every rank walks the schedule's tables. A tick is
+Inside `shard_map`, manual over all axes but `tensor`, every rank walks the schedule's tables. A tick is
 
     F slot (cond) -> forward send -> B slot (cond) -> backward send
 
 so the forward wire is in flight while the B slot computes. Backward is explicit: `jax.vjp` of one layer at a time, its
 residuals in a ring of static size, so memory does not grow with the number of microbatches (gpipe apart). There is no
-collective inside a slot.
+collective over the pipe inside a slot.
 
 Legend: B microbatch size, T sequence, D model, V vocabulary; S stages, C chunks a stage, K places a chunk,
 M microbatches. "stream" is what blocks hand on (a pytree, usually x_BTD); "outer" is embedding and head.
@@ -21,10 +21,10 @@ import jax.numpy as jnp
 import numpy as np
 from jax.sharding import Mesh, NamedSharding, PartitionSpec
 
-from jaxpp import partition, remat, slots, wire
+from jaxpp import partition, remat, sharding, slots, wire
 from jaxpp.losses import token_loss, with_metrics
-from jaxpp.mesh import DATA, PIPE
-from jaxpp.partition import Placed
+from jaxpp.mesh import CONTEXT, MANUAL, PIPE, ROWS, TENSOR, count
+from jaxpp.partition import Placed, Rest
 from jaxpp.precision import Precision, resolve
 from jaxpp.schedules import IDLE, Schedule, Slots
 from jaxpp.slots import Pipeline
@@ -57,12 +57,13 @@ def value_and_grad(
 ) -> Callable[..., tuple[jax.Array, Placed]]:
     """Loss and gradients of a pipelined model.
 
-    Args: schedule, of `schedules.build`; mesh, with axes data and pipe; precision, default float32 throughout;
+    Args: schedule, of `schedules.build`; mesh, of `make_mesh`; precision, default float32 throughout;
     remat, what F keeps for B: "full" the chunk's input, "none" everything, else a policy (see `remat.policy_names`);
     loss(head, embed, stream, microbatch) -> its sum over valid tokens, float32 [], or a pair of it and a dict of
     metrics, sums over valid tokens too.
     Returns: a function (params, batch, key=None) -> (loss, grads), for use under `jax.jit`. params: of
-    `partition.place`. batch: a dict of arrays [M, DP*B, T], among them tokens and labels (-100: no loss).
+    `partition.place`. batch: a dict of arrays [M, R*B, T] with R the ranks of data and expert, among them tokens and
+    labels (-100: no loss).
     Raises ValueError, when traced, where schedule, mesh, parameters and batch do not fit each other.
     """
     pipeline = Pipeline(schedule, mesh, precision or resolve(), remat, loss)
@@ -89,16 +90,17 @@ def train_step(
     if workspace is None:
         workspace = new_workspace(pipeline, params, batch, key)
     else:
-        ranks = pipeline.mesh.shape[DATA] * pipeline.mesh.shape[PIPE]
         ring, _ = workspace_spec(pipeline, params, batch, key)
+        ranks = count(pipeline.mesh, MANUAL)
         ring = jax.tree.map(lambda a: jax.ShapeDtypeStruct((ranks, *a.shape), a.dtype), ring)
         try:
             wire.check(ring, workspace, "workspace")
         except ValueError as error:
             raise ValueError(f"the workspace is of another batch or pipeline: {error}") from None
     tables = (_by_name(pipeline.schedule.forward), _by_name(pipeline.schedule.backward))
-    ring_spec = jax.tree.map(lambda _: PartitionSpec((DATA, PIPE)), workspace)
-    out_specs = (PartitionSpec(), partition.specs(params), ring_spec)
+    ring_spec = jax.tree.map(lambda _: PartitionSpec(MANUAL), workspace)
+    grads_spec = jax.tree.map(lambda r: partition.manual(r.grad), _rest(pipeline, params))
+    out_specs = (PartitionSpec(), grads_spec, ring_spec)
     results = _mapped(pipeline, _train, out_specs)(params, batch, tables, _chunk_table(params), key, workspace)
     losses, grads, workspace = results
     return Result(jnp.sum(losses["loss"]), grads, losses["loss"], workspace, losses["metrics"])
@@ -116,48 +118,58 @@ def eval_step(pipeline: Pipeline, params: Placed, batch: dict[str, jax.Array]) -
 
 def workspace_spec(pipeline: Pipeline, params: Placed, batch: dict, key: Any = None) -> tuple[Tree, Tree]:
     """Shapes of one rank's ring and of the stream; arguments may be abstract, and the mesh too."""
-    data = pipeline.mesh.shape[DATA]
-    compute = jnp.dtype(pipeline.precision.compute)
     found = []
 
-    def trace(params: Placed, batch: dict, key: Any) -> None:
-        weights, outer = jax.tree.map(lambda a: slots.cast(a, compute), (params.blocks, params.outer))
-        weights = jax.tree.map(lambda a: a[0], weights)
-        rows = jax.tree.map(lambda a: a[:, : a.shape[1] // data], batch)
-        found.append(slots.make_shapes(pipeline, weights, outer, rows, key))
+    def body(pipeline: Pipeline, rest: Placed, params: Placed, batch: dict, _: tuple, table: dict, key: Any, __: None):
+        ctx = slots.make_context(pipeline, rest, params, batch, table, key)
+        found.append(slots.make_shapes(pipeline, ctx.weights, ctx.outer, ctx.batch, key))
+        return ctx.count
 
+    trace = lambda p, b, k: _mapped(pipeline, body, PartitionSpec())(p, b, (), _chunk_table(p), k, None)
     jax.eval_shape(trace, params, batch, key)
     return found[0].ring, found[0].stream
 
 
 def new_workspace(pipeline: Pipeline, params: Placed, batch: dict, key: Any = None) -> Tree:
-    """A ring for `train_step`, zeros [DP*S, slots, ...] sharded over the ranks. Arguments may be abstract."""
-    ranks = pipeline.mesh.shape[DATA] * pipeline.mesh.shape[PIPE]
-    sharding = NamedSharding(pipeline.mesh, PartitionSpec((DATA, PIPE)))
+    """A ring for `train_step`, zeros [ranks, slots, ...] sharded over the ranks. Arguments may be abstract.
+
+    None where layers are split over the tensor axis: the compiler then places the ring itself, inside the step.
+    """
+    if pipeline.mesh.shape[TENSOR] > 1:
+        return None
+    ranks = count(pipeline.mesh, MANUAL)
+    where = NamedSharding(pipeline.mesh, PartitionSpec(MANUAL))
     ring, _ = workspace_spec(pipeline, params, batch, key)
     make = lambda: jax.tree.map(lambda a: jnp.zeros((ranks, *a.shape), a.dtype), ring)
-    return jax.jit(make, out_shardings=jax.tree.map(lambda _: sharding, ring))()
+    return jax.jit(make, out_shardings=jax.tree.map(lambda _: where, ring))()
+
+
+def _rest(pipeline: Pipeline, params: Placed) -> Placed:
+    return partition.rest(params, pipeline.mesh, pipeline.zero_stage)
 
 
 def _mapped(pipeline: Pipeline, body: Callable, out_specs: Tree) -> Callable:
     def run(params: Placed, batch: dict, tables: tuple, chunk_table: dict, key: Any, workspace: Tree) -> Tree:
+        rest = _rest(pipeline, params)
         in_specs = (
-            partition.specs(params),
-            jax.tree.map(lambda _: PartitionSpec(None, DATA), batch),
+            jax.tree.map(lambda r: partition.manual(r.param), rest),
+            jax.tree.map(lambda a: PartitionSpec(None, ROWS, *(CONTEXT,) * (len(a.shape) > 2)), batch),
             jax.tree.map(lambda _: PartitionSpec(None, PIPE), tables),
             jax.tree.map(lambda _: PartitionSpec(PIPE), chunk_table),
             PartitionSpec(),
-            jax.tree.map(lambda _: PartitionSpec((DATA, PIPE)), workspace),
+            jax.tree.map(lambda _: PartitionSpec(MANUAL), workspace),
         )
         mapped = jax.shard_map(
-            partial(body, pipeline, partition.resting_dims(params)),
+            partial(body, pipeline, rest),
             mesh=pipeline.mesh,
             in_specs=in_specs,
             out_specs=out_specs,
-            axis_names={DATA, PIPE},
+            # Nothing is left to the compiler where nothing is split: JAX then needs no jit around it.
+            axis_names={*MANUAL, *(() if pipeline.mesh.shape[TENSOR] > 1 else (TENSOR,))},
             check_vma=False,
         )
-        return mapped(params, batch, tables, chunk_table, key, workspace)
+        with sharding.use(pipeline.sequence_parallel):
+            return mapped(params, batch, tables, chunk_table, key, workspace)
 
     return run
 
@@ -189,21 +201,31 @@ def _check(pipeline: Pipeline, params: Placed, batch: dict[str, jax.Array]) -> N
                 f"batch[{name!r}] has shape {list(a.shape)}, its first dim must be the {schedule.microbatches}"
                 f" microbatches of the schedule"
             )
-        if a.shape[1] % mesh.shape[DATA]:
-            raise ValueError(f"batch[{name!r}]: {a.shape[1]} rows do not divide over data={mesh.shape[DATA]}")
+        for dim, axes, what in ((1, ROWS, "rows"), (2, (CONTEXT,), "tokens of a row")):
+            if a.ndim > dim and a.shape[dim] % count(mesh, axes):
+                split = " x ".join(f"{axis}={mesh.shape[axis]}" for axis in axes if mesh.shape[axis] > 1)
+                raise ValueError(f"batch[{name!r}]: {a.shape[dim]} {what} do not divide over {split}")
 
 
 def _train(
-    pipeline: Pipeline, dims: dict, params: Placed, batch: dict, tables: tuple, chunk_table: dict, key: Any, ring: Tree
+    pipeline: Pipeline,
+    rest: Placed,
+    params: Placed,
+    batch: dict,
+    tables: tuple,
+    chunk_table: dict,
+    key: Any,
+    ring: Tree,
 ) -> tuple[dict, Placed, Tree]:
     """The step as one rank sees it: prepare, scan the ticks, reduce."""
-    ctx = slots.make_context(pipeline, dims, params, batch, chunk_table, key)
-    shapes = slots.make_shapes(pipeline, ctx.weights, ctx.outer, batch, key)
+    ctx = slots.make_context(pipeline, rest, params, batch, chunk_table, key)
+    shapes = slots.make_shapes(pipeline, ctx.weights, ctx.outer, ctx.batch, key)
     schedule, link = pipeline.schedule, pipeline.wire
     on_wire = wire.on_wire(link, shapes.stream)
-    accumulators = jax.tree.map(lambda a: jnp.zeros(a.shape, pipeline.precision.accumulate), (ctx.weights, ctx.outer))
+    start = lambda a, r: sharding.constrain_leaf(jnp.zeros(a.shape, pipeline.precision.accumulate), r.names)
+    accumulators = jax.tree.map(start, (ctx.weights, ctx.outer), (rest.blocks, rest.outer))
     carry = {
-        "ring": jax.tree.map(lambda a: a[0], ring),
+        "ring": slots.blank(shapes.ring) if ring is None else jax.tree.map(lambda a: a[0], ring),
         "outputs": slots.blank(shapes.stream, schedule.output_slots),
         "arrived": slots.blank(on_wire, schedule.forward_inbox),
         "returned": slots.blank(shapes.stream, schedule.backward_inbox),
@@ -229,36 +251,35 @@ def _train(
         return carry, None
 
     carry, _ = jax.lax.scan(tick, carry, tables)
-    losses = jax.lax.psum(carry["losses"], (DATA, PIPE))
-    grads = _reduce(pipeline, dims, params, carry["blocks"], carry["outer"])
-    return losses, grads, jax.tree.map(lambda a: a[None], carry["ring"])
+    losses = jax.lax.psum(carry["losses"], MANUAL)
+    reduce = partial(_reduce, pipeline)
+    blocks = jax.tree.map(reduce, carry["blocks"], rest.blocks)
+    outer = jax.tree.map(reduce, carry["outer"], rest.outer)
+    workspace = None if ring is None else jax.tree.map(lambda a: a[None], carry["ring"])
+    return losses, Placed(outer["embed"], blocks, outer["head"], params.layout), workspace
 
 
-def _reduce(pipeline: Pipeline, dims: dict, params: Placed, blocks: list, outer: dict) -> Placed:
-    """Sum gradients over data and, for the outer, over the pipe: once a step, in the reduce dtype."""
-    stages = pipeline.schedule.stages
-
-    def over_data(a: jax.Array) -> jax.Array:
-        return jax.lax.psum(a.astype(pipeline.precision.reduce), DATA) if pipeline.mesh.shape[DATA] > 1 else a
-
-    def over_pipe(a: jax.Array, dim: int) -> jax.Array:
-        if stages == 1:
-            return a
-        if dim == partition.WHOLE:
-            return jax.lax.psum(a, PIPE)
-        return jax.lax.psum_scatter(a, PIPE, scatter_dimension=dim, tiled=True)
-
-    outer = jax.tree.map(lambda a, dim: over_data(over_pipe(a, dim)), outer, dims)
-    blocks = jax.tree.map(lambda a: over_data(a)[None], blocks)
-    return Placed(outer["embed"], blocks, outer["head"], params.layout)
+def _reduce(pipeline: Pipeline, a: jax.Array, r: Rest) -> jax.Array:
+    """Sum a gradient over the ranks that share its parameter, once a step, in the reduce dtype, to where it rests."""
+    a = a.astype(pipeline.precision.reduce)
+    a = a if r.outer else a[None]
+    padding = sharding.padding(r.names, r.shape, pipeline.mesh)
+    a = a[tuple(slice(n - after) for n, (_, after) in zip(a.shape, padding, strict=True))]
+    left = r.summed(pipeline.mesh)
+    for dim, entry in enumerate(r.grad):
+        for axis in partition.axes_of(entry):
+            if axis in left:
+                a = jax.lax.psum_scatter(a, axis, scatter_dimension=dim, tiled=True)
+                left = tuple(x for x in left if x != axis)
+    return jax.lax.psum(a, left) if left else a
 
 
 def _evaluate(
-    pipeline: Pipeline, dims: dict, params: Placed, batch: dict, tables: tuple, chunk_table: dict, key: Any, _: None
+    pipeline: Pipeline, rest: Placed, params: Placed, batch: dict, tables: tuple, chunk_table: dict, key: Any, _: None
 ) -> tuple[jax.Array, jax.Array]:
     """Forward only, as one rank sees it: the F slots, and the loss where the last chunk ends."""
-    ctx = slots.make_context(pipeline, dims, params, batch, chunk_table, key)
-    shapes = slots.make_shapes(pipeline, ctx.weights, ctx.outer, batch, key)
+    ctx = slots.make_context(pipeline, rest, params, batch, chunk_table, key)
+    shapes = slots.make_shapes(pipeline, ctx.weights, ctx.outer, ctx.batch, key)
     link = pipeline.wire
     on_wire = wire.on_wire(link, shapes.stream)
 
@@ -271,12 +292,12 @@ def _evaluate(
             out = slots.plain_forward(ctx, c, m, slots.chunk_input(ctx, shapes, f, m, arrived))
             outer, microbatch = ctx.outer, slots.at(ctx.batch, m)
             loss = lambda: with_metrics(pipeline.loss(outer["head"], outer["embed"], out, microbatch))[0]
-            return total + jax.lax.cond(f["output"] != IDLE, loss, lambda: jnp.zeros(())), out
+            return total + sharding.cond(f["output"] != IDLE, loss, lambda: jnp.zeros(())), out
 
-        total, out = jax.lax.cond(c != IDLE, run, lambda total: (total, slots.blank(shapes.stream)), total)
+        total, out = sharding.cond(c != IDLE, run, lambda total: (total, slots.blank(shapes.stream)), total)
         arrival = wire.forward_send(link, shapes.stream, out)
         return (slots.put(arrived, f["arrive"], arrival), total), None
 
     start = (slots.blank(on_wire, pipeline.schedule.forward_inbox), jnp.zeros(()))
     (_, total), _ = jax.lax.scan(tick, start, tables)
-    return jax.lax.psum(total, (DATA, PIPE)), ctx.count
+    return jax.lax.psum(total, MANUAL), ctx.count

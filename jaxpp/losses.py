@@ -15,7 +15,9 @@ def cross_entropy(logits_BTV: jax.Array, labels_BT: jax.Array) -> jax.Array:
     """Sum over valid tokens of the negative log likelihood, float32 []; labels equal to IGNORE count nothing."""
     logits_BTV = logits_BTV.astype(jnp.float32)
     valid_BT = labels_BT != IGNORE
-    chosen_BT = jnp.take_along_axis(logits_BTV, jnp.where(valid_BT, labels_BT, 0)[..., None], axis=-1)[..., 0]
+    # By comparison and not by index, so that a vocabulary split over ranks stays split.
+    chosen_BTV = jnp.arange(logits_BTV.shape[-1]) == labels_BT[..., None]
+    chosen_BT = jnp.sum(jnp.where(chosen_BTV, logits_BTV, 0.0), axis=-1)
     return jnp.sum(jnp.where(valid_BT, jax.nn.logsumexp(logits_BTV, axis=-1) - chosen_BT, 0.0))
 
 

@@ -1,6 +1,14 @@
 """Where the program runs: the device mesh, and emulated devices for machines without enough of them.
 
-Axes: `data` (replicas of the pipeline) and `pipe` (stages) are manual in the program; others are left to the compiler.
+The axes, the slowest first, so that those that talk most join the closest devices:
+
+    pipe      stages: one hop a microbatch
+    data      replicas of the pipeline: one sum of gradients a step
+    expert    ranks that share a layer's experts, with rows of their own: two exchanges a layer
+    context   parts of a sequence: two exchanges a layer
+    tensor    parts of a layer: two sums a layer each way
+
+All but `tensor` are manual in the program; `tensor` is left to the compiler.
 """
 
 import os
@@ -10,7 +18,11 @@ from typing import Any
 import jax
 import numpy as np
 
-DATA, PIPE = "data", "pipe"
+PIPE, DATA, EXPERT, CONTEXT, TENSOR = AXES = ("pipe", "data", "expert", "context", "tensor")
+MANUAL = (PIPE, DATA, EXPERT, CONTEXT)
+ROWS = (DATA, EXPERT)  # the rows of a microbatch are dealt over these
+OPTIONS = tuple(f"{axis}_parallel" for axis in ("pipeline", *AXES[1:]))
+REPLICAS = (DATA, EXPERT, CONTEXT)  # ranks that hold the same parameters, experts apart
 # Emulated devices are threads: with fewer cores than devices, one may wait long for the others at a collective, and
 # XLA's default limits (20 s warning, 40 s abort) end the process.
 _EMULATION = {
@@ -40,24 +52,43 @@ def emulate_devices(count: int) -> None:
     jax.config.update("jax_platforms", "cpu")
 
 
-def make_mesh(pipe: int = 1, data: int = 1, devices: Sequence[Any] | None = None) -> jax.sharding.Mesh:
-    """A mesh of data x pipe devices, stages next to each other.
+def make_mesh(
+    pipe: int = 1,
+    data: int = 1,
+    expert: int = 1,
+    context: int = 1,
+    tensor: int = 1,
+    devices: Sequence[Any] | None = None,
+) -> jax.sharding.Mesh:
+    """A mesh of pipe x data x expert x context x tensor devices, the last axis on neighbours.
 
-    Args: pipe, stages S; data, replicas; devices, default all of JAX's.
-    Returns: a mesh with axes (data, pipe).
+    Args: sizes of the axes, see the module's head; devices, default all of JAX's, which go by host.
     Raises ValueError where there are too few devices: how many there are, are needed, and how to emulate them.
     """
     devices = list(jax.devices() if devices is None else devices)
-    need = pipe * data
+    sizes = (pipe, data, expert, context, tensor)
+    need = int(np.prod(sizes))
     if len(devices) < need:
-        raise ValueError(too_few_devices(len(devices), devices[0].platform, pipe, data))
-    grid = np.asarray(devices[:need], dtype=object).reshape(data, pipe)
-    return jax.sharding.Mesh(grid, (DATA, PIPE), axis_types=(jax.sharding.AxisType.Auto,) * 2)
+        raise ValueError(too_few_devices(len(devices), devices[0].platform, sizes))
+    grid = np.asarray(devices[:need], dtype=object).reshape(sizes)
+    return jax.sharding.Mesh(grid, AXES, axis_types=(jax.sharding.AxisType.Auto,) * len(AXES))
 
 
-def too_few_devices(have: int, platform: str, pipe: int, data: int) -> str:
-    """The message for a layout that needs more devices than there are."""
+def abstract_mesh(sizes: Sequence[int]) -> jax.sharding.AbstractMesh:
+    """A mesh of shapes only, of any size; sizes in the order of `AXES`."""
+    return jax.sharding.AbstractMesh(tuple(sizes), AXES, axis_types=(jax.sharding.AxisType.Auto,) * len(AXES))
+
+
+def too_few_devices(have: int, platform: str, sizes: Sequence[int]) -> str:
+    """The message for a layout (sizes in the order of `AXES`) that needs more devices than there are."""
+    need = int(np.prod(sizes))
+    split = [f"{option}={n}" for option, n in zip(OPTIONS, sizes, strict=True) if n > 1 or option == OPTIONS[0]]
     return (
-        f"pipeline_parallel={pipe} x data_parallel={data} needs {pipe * data} devices, there are {have} ({platform}):"
-        f" ask for fewer, or emulate them on the CPU with --emulate_devices {pipe * data}"
+        f"{' x '.join(split)} needs {need} devices, there are {have} ({platform}): ask for fewer, or emulate them on"
+        f" the CPU with --emulate_devices {need}"
     )
+
+
+def count(mesh: Any, axes: Sequence[str]) -> int:
+    """How many ranks there are along some axes together."""
+    return int(np.prod([mesh.shape[axis] for axis in axes], initial=1))

@@ -19,11 +19,11 @@ import jax.numpy as jnp
 import numpy as np
 from jax.sharding import Mesh, NamedSharding, PartitionSpec
 
-from jaxpp.mesh import PIPE
+from jaxpp import sharding
+from jaxpp.mesh import EXPERT, MANUAL, PIPE, REPLICAS, TENSOR, count
 
 Tree = Any
-WHOLE = -1  # in place of a dim: the leaf is whole on every rank
-SHARD_FROM = 2**14  # outer leaves with fewer elements stay whole on every rank: a collective costs more than they do
+SHARD_FROM = 2**14  # leaves with fewer elements are not split further: a collective costs more than they do
 
 
 class Model(NamedTuple):
@@ -146,43 +146,105 @@ def _shapes(tree: Tree) -> list[tuple]:
     return [(jnp.shape(a), jnp.result_type(a)) for a in jax.tree.leaves(tree)]
 
 
-def resting_dim(shape: tuple[int, ...], stages: int) -> int:
-    """The dim along which an outer leaf is sharded over the pipe at rest, the largest that S divides, or WHOLE."""
-    fits = [d for d, n in enumerate(shape) if n % stages == 0]
-    if not fits or np.prod(shape) < SHARD_FROM:
-        return WHOLE
-    return max(fits, key=lambda d: shape[d])
+@dataclass(frozen=True)
+class Rest:
+    """Where one parameter, its gradient and its optimizer moments rest.
+
+    shape: of the whole. names: of its dims. param, grad, moment: their `PartitionSpec`s. outer: of embedding or head.
+    """
+
+    shape: tuple[int, ...]
+    names: PartitionSpec
+    param: PartitionSpec
+    grad: PartitionSpec
+    moment: PartitionSpec
+    outer: bool
+
+    def owner(self, dim: int) -> str | None:
+        """The manual axis whose ranks own different parts of a dim also while a step computes: experts."""
+        name, _ = sharding.named(self.names, self.shape)[dim]
+        return EXPERT if name and sharding.RULES.get(name) == EXPERT else None
+
+    @property
+    def computed(self) -> PartitionSpec:
+        """Its `PartitionSpec` while a step computes, gathered but for what stages, experts and tensor ranks own."""
+        owners = lambda dim: {self.owner(dim), TENSOR, None if self.outer else PIPE}
+        kept = ([axis for axis in axes_of(entry) if axis in owners(d)] for d, entry in enumerate(self.param))
+        return PartitionSpec(*(axes[0] if axes else None for axes in kept))
+
+    def summed(self, mesh: Any) -> tuple[str, ...]:
+        """The manual axes over which gradients are summed."""
+        owners = {self.owner(d) for d in range(len(self.shape))}
+        axes = ((PIPE,) if self.outer else ()) + tuple(axis for axis in REPLICAS if axis not in owners)
+        return tuple(axis for axis in axes if mesh.shape[axis] > 1)
 
 
-def resting_dims(placed: Placed) -> dict[str, Any]:
-    """`resting_dim` of every leaf of the outer."""
-    return jax.tree.map(lambda a: resting_dim(a.shape, placed.layout.stages), placed.outer)
+def rest(placed: Placed, mesh: Any, zero_stage: int = 0) -> Placed:
+    """The `Rest` of every leaf of placed parameters (concrete or abstract).
+
+    zero_stage: 1 splits moments over the replicas, 2 gradients too, 3 parameters too (Rajbhandari et al. 2020,
+    arXiv:1910.02054).
+    """
+
+    def one(a: Any, names: PartitionSpec, outer: bool) -> Rest:
+        axes: list = [sharding.axis_of(name, n, mesh) for name, n in sharding.named(names, a.shape)]
+        if outer:
+            axes = _split(axes, a.shape, (PIPE,), mesh)
+        else:
+            axes[0] = PIPE
+        base = PartitionSpec(*axes)
+        taken = {EXPERT} & set(axes)
+        split = PartitionSpec(*_split(axes, a.shape, tuple(x for x in REPLICAS if x not in taken), mesh))
+        by_stage = [split if zero_stage >= stage else base for stage in (3, 2, 1)]
+        return Rest(tuple(a.shape), names, *by_stage, outer)
+
+    map_ = lambda tree, outer: jax.tree.map(partial(one, outer=outer), tree, sharding.names_of(tree))
+    return Placed(map_(placed.embed, True), map_(placed.blocks, False), map_(placed.head, True), placed.layout)
 
 
-def specs(placed: Placed) -> Placed:
-    """The `PartitionSpec` of every leaf of placed parameters (concrete or abstract)."""
-    spec = lambda dim: PartitionSpec() if dim == WHOLE else PartitionSpec(*[None] * dim, PIPE)
-    outer = jax.tree.map(spec, resting_dims(placed))
-    blocks = jax.tree.map(lambda _: PartitionSpec(PIPE), placed.blocks)
-    return Placed(outer["embed"], blocks, outer["head"], placed.layout)
+def _split(axes: list, shape: tuple[int, ...], over: tuple[str, ...], mesh: Any) -> list:
+    """Split one more dim of a leaf: the largest free one, else one that is split over the pipe, else none."""
+    over = tuple(axis for axis in over if mesh.shape[axis] > 1)
+    if not over or np.prod(shape) < SHARD_FROM:
+        return axes
+    ways, size = count(mesh, over), lambda d: shape[d]
+    free = [d for d, axis in enumerate(axes) if axis is None and shape[d] % ways == 0]
+    shared = [d for d, axis in enumerate(axes) if axis == PIPE and shape[d] % (ways * mesh.shape[PIPE]) == 0]
+    found = list(axes)
+    if free:
+        found[max(free, key=size)] = over if len(over) > 1 else over[0]
+    elif shared:
+        found[max(shared, key=size)] = (PIPE, *over)
+    return found
 
 
-def shardings(placed: Placed, mesh: Mesh) -> Placed:
-    """The `NamedSharding` of every leaf of placed parameters on a mesh."""
-    is_spec = lambda a: isinstance(a, PartitionSpec)
-    return jax.tree.map(lambda spec: NamedSharding(mesh, spec), specs(placed), is_leaf=is_spec)
+def axes_of(entry: Any) -> tuple[str, ...]:
+    """The mesh axes of one entry of a `PartitionSpec`."""
+    return () if entry is None else (entry,) if isinstance(entry, str) else tuple(entry)
 
 
-def place(model: Any, mesh: Mesh, chunks: int = 1, by_hand: Sequence[int] | None = None) -> Placed:
+def manual(spec: PartitionSpec) -> PartitionSpec:
+    """The part of a spec that `shard_map` is told: what the compiler splits by itself is left out."""
+    entries = [tuple(axis for axis in axes_of(entry) if axis in MANUAL) for entry in spec]
+    return PartitionSpec(*(entry if len(entry) > 1 else entry[0] if entry else None for entry in entries))
+
+
+def shardings(placed: Placed, mesh: Any, zero_stage: int = 0, of: str = "param") -> Placed:
+    """The `NamedSharding` of every leaf of placed parameters on a mesh; of: "param", "grad" or "moment"."""
+    return jax.tree.map(lambda r: NamedSharding(mesh, getattr(r, of)), rest(placed, mesh, zero_stage))
+
+
+def place(model: Any, mesh: Mesh, chunks: int = 1, by_hand: Sequence[int] | None = None, zero_stage: int = 0) -> Placed:
     """Put a model's parameters on a mesh.
 
-    Args: model, see `Model`; mesh, with a `pipe` axis; chunks a stage; by_hand, layers of each global chunk.
+    Args: model, see `Model`; mesh, with a `pipe` axis; chunks a stage; by_hand, layers of each global chunk;
+    zero_stage, of `rest`.
     Raises ValueError as `split_layers` and `stack` do.
     """
     layout = split_layers(len(model.blocks), mesh.shape[PIPE], chunks, by_hand)
     parts = Model(model.embed, list(model.blocks), model.head)
     build = partial(stack, layout=layout)
-    return jax.jit(build, out_shardings=shardings(jax.eval_shape(build, parts), mesh))(parts)
+    return jax.jit(build, out_shardings=shardings(jax.eval_shape(build, parts), mesh, zero_stage))(parts)
 
 
 def assemble(spec: Placed, at_rest: Placed, weight: Callable[[str, str, int | None], np.ndarray]) -> Placed:

@@ -3,35 +3,33 @@
 Legend: S stages, C chunks a stage, T ticks.
 """
 
-import math
+from math import prod
 from typing import Any
 
 import jax
 import jax.numpy as jnp
+from jax.sharding import PartitionSpec
 
 from jaxpp import executor, partition, render, schedules, wire
-from jaxpp.mesh import DATA, PIPE
+from jaxpp.mesh import count
+from jaxpp.partition import Placed
 from jaxpp.train import Build, Run, parameter_count, placed_spec
 
 UNIT = {"forward_cost": 1, "backward_cost": 2}  # a backward is two products for each one of the forward
 
 
 def _bytes(tree: Any, dtype: str | None = None) -> int:
-    return sum(math.prod(a.shape) * jnp.dtype(dtype or a.dtype).itemsize for a in jax.tree.leaves(tree))
+    return sum(prod(a.shape) * jnp.dtype(dtype or a.dtype).itemsize for a in jax.tree.leaves(tree))
 
 
-def abstract_mesh(pipe: int, data: int) -> jax.sharding.AbstractMesh:
-    """A mesh of shapes only, of any size."""
-    return jax.sharding.AbstractMesh((data, pipe), (DATA, PIPE), axis_types=(jax.sharding.AxisType.Auto,) * 2)
-
-
-def make_plan(run: Run, build: Build) -> dict[str, Any]:
+def make_plan(run: Run, build: Build, per_host: int = 8) -> dict[str, Any]:
     """The plan as plain data.
 
+    Args: per_host, devices of a host.
     Keys: ticks; bubble_fraction, with a backward of twice a forward; in_flight, microbatches of each rank, in units of
-    the rank's whole share of layers; layers_per_stage; parameters; wire_dtype; wire_bytes_per_hop, of one send;
-    bytes_per_device: parameters (float32), compute_weights (their copy in the compute dtype), gradients, optimizer,
-    activations (the ring and the buffers in front of it), total.
+    the rank's whole share of layers; layers_per_stage; parameters; wire_dtype; wire_bytes_per_hop, of one send; mesh,
+    sizes of its axes; hosts; across_hosts, the axes whose neighbours are on different hosts; bytes_per_device, see
+    `bytes_per_device`.
     """
     pipeline, schedule = run.pipeline, run.pipeline.schedule
     spec = placed_spec(run, build)
@@ -39,27 +37,16 @@ def make_plan(run: Run, build: Build) -> dict[str, Any]:
     on_wire = wire.on_wire(pipeline.wire, stream)
     cost = dict(UNIT, backward_cost=3) if pipeline.remat == "full" else UNIT
     simulation = schedules.simulate(schedule, **cost)
-    stages = run.sizes.pipe
-    dims = partition.resting_dims(spec)
-    outer = jax.tree.map(lambda a, dim: _bytes(a) // (1 if dim == partition.WHOLE else stages), spec.outer, dims)
-    parameters = _bytes(spec.blocks) // stages + sum(jax.tree.leaves(outer))
-    buffers = schedule.forward_inbox * _bytes(on_wire)
-    buffers += (schedule.backward_inbox + schedule.output_slots) * _bytes(stream)
-    moments = {"adamw": 2, "sgd": 0}[run.config.optimizer]
-    per_device = {
-        "parameters": parameters,
-        "compute_weights": _bytes(spec.blocks, pipeline.precision.compute) // stages
-        + _bytes(spec.outer, pipeline.precision.compute),
-        "gradients": _bytes(spec.blocks, pipeline.precision.accumulate) // stages
-        + _bytes(spec.outer, pipeline.precision.accumulate),
-        "optimizer": moments * parameters,
-        "activations": _bytes(ring) + buffers,
-    }
+    mesh, parts = run.sizes.mesh, run.sizes.tensor if run.config.sequence_parallel else 1
+    reach = dict(zip(mesh, (prod(list(mesh.values())[i:]) for i in range(len(mesh))), strict=True))
     return {
         "schedule": schedule.name,
-        "stages": stages,
+        "stages": run.sizes.pipe,
         "chunks": schedule.chunks,
         "data_parallel": run.sizes.data,
+        "mesh": mesh,
+        "hosts": -(-prod(mesh.values()) // per_host),
+        "across_hosts": [axis for axis, n in mesh.items() if n > 1 and reach[axis] > per_host],
         "microbatches": run.sizes.microbatches,
         "tokens_per_step": run.sizes.tokens,
         "ticks": schedule.ticks,
@@ -68,9 +55,41 @@ def make_plan(run: Run, build: Build) -> dict[str, Any]:
         "layers_per_stage": run.layout.layers_per_stage(),
         "parameters": parameter_count(spec),
         "wire_dtype": pipeline.precision.wire,
-        "wire_bytes_per_hop": _bytes(on_wire),
-        "bytes_per_device": per_device | {"total": sum(per_device.values())},
+        "wire_bytes_per_hop": _bytes(on_wire) // parts,
+        "bytes_per_device": bytes_per_device(run, spec, ring, stream),
     }
+
+
+def bytes_per_device(run: Run, spec: Placed, ring: Any, stream: Any) -> dict[str, int]:
+    """Where a device's memory goes: parameters (float32, at rest), compute_weights (their copy in the compute dtype),
+    gradients (accumulators), optimizer, activations (the ring and the buffers in front of it), and their total.
+
+    Args: spec, of the placed parameters; ring and stream, of one rank, see `executor.workspace_spec`.
+    """
+    pipeline, schedule, tensor = run.pipeline, run.pipeline.schedule, run.sizes.tensor
+    rests = jax.tree.leaves(partition.rest(spec, run.mesh, run.config.zero_stage))
+    parts = tensor if run.config.sequence_parallel else 1
+    held = lambda of: sum(prod(r.shape) // _ways(getattr(r, of), run.mesh) for r in rests)
+    computed = held("computed")
+    streams = {tuple(a.shape) for a in jax.tree.leaves(stream)}
+    # What has the stream's shape is whole on every rank of tensor, all else is split over them.
+    split = lambda a: _bytes(a) // (parts if tuple(a.shape[1:]) in streams else tensor)
+    buffers = schedule.forward_inbox * _bytes(wire.on_wire(pipeline.wire, stream))
+    buffers += (schedule.backward_inbox + schedule.output_slots) * _bytes(stream)
+    moments = {"adamw": 2, "sgd": 0}[run.config.optimizer]
+    size = {name: jnp.dtype(getattr(pipeline.precision, name)).itemsize for name in ("param", "compute", "accumulate")}
+    found = {
+        "parameters": held("param") * size["param"],
+        "compute_weights": computed * size["compute"],
+        "gradients": computed * size["accumulate"],
+        "optimizer": moments * held("moment") * size["param"],
+        "activations": sum(map(split, jax.tree.leaves(ring))) + buffers // parts,
+    }
+    return found | {"total": sum(found.values())}
+
+
+def _ways(spec: PartitionSpec, mesh: Any) -> int:
+    return count(mesh, [axis for entry in spec for axis in partition.axes_of(entry)])
 
 
 def as_text(run: Run, plan: dict[str, Any], width: int | None, color: bool) -> str:
@@ -82,6 +101,11 @@ def as_text(run: Run, plan: dict[str, Any], width: int | None, color: bool) -> s
         ("tokens a step", f"{plan['tokens_per_step']:,} in {plan['microbatches']} microbatches"),
         ("bubble", f"{plan['bubble_fraction']:.1%} of the step (a backward taken as twice a forward)"),
         ("microbatches in flight", ", ".join(f"{n:g}" for n in plan["in_flight"]) + " (by rank)"),
+        ("mesh", " x ".join(f"{axis} {n}" for axis, n in plan["mesh"].items())),
+        (
+            "hosts",
+            f"{plan['hosts']}" + (f", between them: {', '.join(plan['across_hosts'])}" if plan["hosts"] > 1 else ""),
+        ),
         ("wire", f"{_size(plan['wire_bytes_per_hop'])} a hop, {plan['wire_dtype']}"),
         ("bytes per device", _size(per_device["total"])),
         *((f"  {name.replace('_', ' ')}", _size(per_device[name])) for name in per_device if name != "total"),

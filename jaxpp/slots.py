@@ -16,10 +16,10 @@ import jax
 import jax.numpy as jnp
 from jax.sharding import Mesh
 
-from jaxpp import partition, remat, wire
+from jaxpp import partition, remat, sharding, wire
 from jaxpp.losses import count_valid, token_loss, with_metrics
-from jaxpp.mesh import DATA, PIPE
-from jaxpp.partition import Placed
+from jaxpp.mesh import CONTEXT, MANUAL, PIPE, ROWS, count
+from jaxpp.partition import Placed, Rest
 from jaxpp.precision import Precision
 from jaxpp.schedules import IDLE, Schedule
 
@@ -28,13 +28,18 @@ Tree = Any
 
 @dataclass(frozen=True)
 class Pipeline:
-    """How a step is run; see `value_and_grad` for the fields."""
+    """How a step is run; see `value_and_grad` for the fields.
+
+    zero_stage: see `partition.rest`. sequence_parallel: see `sharding`.
+    """
 
     schedule: Schedule
     mesh: Mesh
     precision: Precision
     remat: str = "dots"
     loss: Callable = token_loss
+    zero_stage: int = 0
+    sequence_parallel: bool = False
 
     @property
     def wire(self) -> wire.Wire:
@@ -76,8 +81,11 @@ class Context(NamedTuple):
         """The key of one layer (-1: the embedding) for one microbatch: the same for any number of stages."""
         if self.key is None:
             return None
-        row = m * self.pipeline.mesh.shape[DATA] + jax.lax.axis_index(DATA)
-        return jax.random.fold_in(jax.random.fold_in(self.key, row), layer + 1)
+        mesh = self.pipeline.mesh
+        row = m * count(mesh, ROWS) + jax.lax.axis_index(ROWS)
+        key = jax.random.fold_in(jax.random.fold_in(self.key, row), layer + 1)
+        # Parts of a sequence draw each for itself; with one part the draw is that of no parts.
+        return jax.random.fold_in(key, jax.lax.axis_index(CONTEXT)) if mesh.shape[CONTEXT] > 1 else key
 
     def embed(self, m: jax.Array, embed: Any) -> Tree:
         return _embed(self.pipeline, embed, at(self.batch, m), self.layer_key(m, -1))
@@ -89,27 +97,40 @@ def _embed(pipeline: Pipeline, embed: Any, microbatch: dict, key: jax.Array | No
     return stream if residual == "compute" else jax.tree.map(lambda a: cast(a, residual), stream)
 
 
-def make_context(pipeline: Pipeline, dims: dict, params: Placed, batch: dict, chunk_table: dict, key: Any) -> Context:
+def make_context(pipeline: Pipeline, rest: Placed, params: Placed, batch: dict, chunk_table: dict, key: Any) -> Context:
     """Gather and cast what the slots read. Runs inside the map."""
-    compute = jnp.dtype(pipeline.precision.compute)
+    compute, mesh = jnp.dtype(pipeline.precision.compute), pipeline.mesh
 
-    def gather(a: jax.Array, dim: int) -> jax.Array:
-        a = cast(a, compute)
-        whole = dim == partition.WHOLE or pipeline.schedule.stages == 1
-        return a if whole else jax.lax.all_gather(a, PIPE, axis=dim, tiled=True)
+    def ready(a: jax.Array, r: Rest) -> jax.Array:
+        a = sharding.pad(gather(cast(a, compute), r), r.names, mesh)
+        return sharding.constrain_leaf(a if r.outer else a[0], r.names)
 
-    count = jax.lax.psum(count_valid(batch["labels"]), DATA)
+    valid = jax.lax.psum(count_valid(batch["labels"]), (*ROWS, CONTEXT))
+    if mesh.shape[CONTEXT] > 1 and "positions" not in batch:
+        length = batch["labels"].shape[-1]
+        places = jax.lax.axis_index(CONTEXT) * length + jnp.arange(length)
+        batch = batch | {"positions": jnp.broadcast_to(places, batch["labels"].shape)}
     return Context(
         pipeline=pipeline,
         uneven=len(set(params.layout.layers)) > 1,
         batch=batch,
         key=key,
-        weights=jax.tree.map(lambda a: cast(a[0], compute), params.blocks),
-        outer=jax.tree.map(gather, params.outer, dims),
+        weights=jax.tree.map(ready, params.blocks, rest.blocks),
+        outer=jax.tree.map(ready, params.outer, rest.outer),
         counts=chunk_table["count"][0],
         first=chunk_table["first"][0],
-        count=count,
+        count=valid,
     )
+
+
+def gather(a: jax.Array, r: Rest) -> jax.Array:
+    """A parameter as the step computes with it, from the part that rests on this rank."""
+    for dim, entry in enumerate(r.param):
+        owners = (r.owner(dim), None if r.outer else PIPE)
+        over = tuple(axis for axis in partition.axes_of(entry) if axis in MANUAL and axis not in owners)
+        if over:
+            a = jax.lax.all_gather(a, over, axis=dim, tiled=True)
+    return a
 
 
 class Shapes(NamedTuple):
@@ -188,7 +209,7 @@ def _chunk_forward(ctx: Context, weights: list, known: list, count: jax.Array, s
                 _, arrays = jax.eval_shape(run, block, stream, had)
                 return stream, blank(arrays)
 
-            stream, arrays = jax.lax.cond(len(kept) < count, run, skip, block, stream, had)
+            stream, arrays = sharding.cond(len(kept) < count, run, skip, block, stream, had)
         else:
             stream, arrays = run(block, stream, had)
         kept.append(arrays)
@@ -210,7 +231,7 @@ def _chunk_backward(
             return total, cotangent
 
         args = (grads[k], cotangent, weights[k], known[k], kept[k])
-        grads[k], cotangent = jax.lax.cond(k < ctx.counts[c], run, skip, *args) if ctx.uneven else run(*args)
+        grads[k], cotangent = sharding.cond(k < ctx.counts[c], run, skip, *args) if ctx.uneven else run(*args)
     return grads, cotangent
 
 
@@ -222,7 +243,7 @@ def _accumulate(total: jax.Array, c: jax.Array, found: jax.Array) -> jax.Array:
 
 def chunk_input(ctx: Context, shapes: Shapes, f: dict, m: jax.Array, arrived: Tree) -> Tree:
     """A chunk's input: the embedding's output on the first chunk, elsewhere what arrived, in the stream's dtype."""
-    return jax.lax.cond(
+    return sharding.cond(
         f["read"] == IDLE,
         lambda: ctx.embed(m, ctx.outer["embed"]),
         lambda: cast_like(at(arrived, f["read"]), shapes.stream),
@@ -238,16 +259,16 @@ def forward_slot(ctx: Context, shapes: Shapes, f: dict, carry: dict) -> tuple[Tr
         stream = chunk_input(ctx, shapes, f, m, arrived)
         if full:
             # B runs the chunk again from its input, so on the last chunk there is nothing to do here.
-            out = jax.lax.cond(last, lambda x: x, lambda x: plain_forward(ctx, c, m, x), stream)
+            out = sharding.cond(last, lambda x: x, lambda x: plain_forward(ctx, c, m, x), stream)
             return put(ring, f["ring"], stream), outputs, out
         out, kept = _chunk_forward(ctx, ctx.chunk_weights(c), ctx.known(c, m), ctx.counts[c], stream)
-        outputs = jax.lax.cond(last, lambda: put(outputs, f["output"], out), lambda: outputs)
+        outputs = sharding.cond(last, lambda: put(outputs, f["output"], out), lambda: outputs)
         return put(ring, f["ring"], kept), outputs, out
 
     def idle(ring: Tree, outputs: Tree, arrived: Tree) -> tuple[Tree, Tree, Tree]:
         return ring, outputs, blank(shapes.stream)
 
-    return jax.lax.cond(c != IDLE, run, idle, carry["ring"], carry["outputs"], carry["arrived"])
+    return sharding.cond(c != IDLE, run, idle, carry["ring"], carry["outputs"], carry["arrived"])
 
 
 def plain_forward(ctx: Context, c: jax.Array, m: jax.Array, stream: Tree) -> Tree:
@@ -255,7 +276,7 @@ def plain_forward(ctx: Context, c: jax.Array, m: jax.Array, stream: Tree) -> Tre
     for k, (block, known) in enumerate(zip(ctx.chunk_weights(c), ctx.known(c, m), strict=True)):
         if ctx.uneven:
             run = lambda b, x, had: b(x, *had)
-            stream = jax.lax.cond(k < ctx.counts[c], run, lambda b, x, had: x, block, stream, known)
+            stream = sharding.cond(k < ctx.counts[c], run, lambda b, x, had: x, block, stream, known)
         else:
             stream = block(stream, *known)
     return stream
@@ -275,7 +296,7 @@ def backward_slot(ctx: Context, shapes: Shapes, b: dict, carry: dict) -> tuple[l
             out, kept = _chunk_forward(ctx, weights, known, ctx.counts[c], kept)
         else:
             out = at(carry["outputs"], jnp.maximum(b["output"], 0))
-        outer, losses, cotangent = jax.lax.cond(
+        outer, losses, cotangent = sharding.cond(
             b["output"] != IDLE,
             partial(_head_backward, ctx, m),
             lambda outer, losses, out: (outer, losses, at(carry["returned"], jnp.maximum(b["read"], 0))),
@@ -283,13 +304,13 @@ def backward_slot(ctx: Context, shapes: Shapes, b: dict, carry: dict) -> tuple[l
         )
         blocks, cotangent = _chunk_backward(ctx, shapes, c, weights, known, kept, blocks, cotangent)
         first = (c == 0) & (jax.lax.axis_index(PIPE) == 0)
-        outer = jax.lax.cond(first, partial(_embed_backward, ctx, m), lambda o, _: o, outer, cotangent)
+        outer = sharding.cond(first, partial(_embed_backward, ctx, m), lambda o, _: o, outer, cotangent)
         return blocks, outer, losses, cotangent
 
     def idle(blocks: list, outer: dict, losses: dict, carry: dict) -> tuple[list, dict, dict, Tree]:
         return blocks, outer, losses, blank(shapes.stream)
 
-    return jax.lax.cond(c != IDLE, run, idle, carry["blocks"], carry["outer"], carry["losses"], carry)
+    return sharding.cond(c != IDLE, run, idle, carry["blocks"], carry["outer"], carry["losses"], carry)
 
 
 def _head_backward(ctx: Context, m: jax.Array, outer: dict, losses: dict, out: Tree) -> tuple[dict, dict, Tree]:

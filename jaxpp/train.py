@@ -20,7 +20,7 @@ from jaxpp import checkpoint, data, executor, optim, partition, precision, sched
 from jaxpp.config import Config, Sizes
 from jaxpp.executor import Pipeline
 from jaxpp.losses import token_loss
-from jaxpp.mesh import DATA
+from jaxpp.mesh import CONTEXT, ROWS
 from jaxpp.metrics import Log
 from jaxpp.partition import Placed
 
@@ -59,7 +59,7 @@ class Run:
         c, s = self.config, self.sizes
         chosen = precision.resolve(c.dtype, c.pipeline_dtype, c.grad_pipeline_dtype, c.fp32_residual)
         table = schedules.build(c.schedule_name, s.pipe, s.microbatches, c.virtual_pipeline_parallel)
-        return Pipeline(table, self.mesh, chosen, c.remat, self.loss)
+        return Pipeline(table, self.mesh, chosen, c.remat, self.loss, c.zero_stage, c.sequence_parallel)
 
     @property
     def rate(self) -> Callable[[Any], jax.Array]:
@@ -95,13 +95,19 @@ def placed_spec(run: Run, build: Build) -> Placed:
     return jax.eval_shape(lambda: partition.stack(build(jax.random.key(0)), run.layout))
 
 
+def at_rest_of(run: Run, params: Placed) -> tuple[Placed, Placed]:
+    """Shardings of the parameters, and of what the optimizer keeps for each."""
+    param, moment = (partition.shardings(params, run.mesh, run.config.zero_stage, of) for of in ("param", "moment"))
+    return param, moment
+
+
 def state_spec(run: Run, build: Build) -> tuple[tuple, tuple]:
     """Shapes, and shardings, of what a checkpoint holds: parameters, optimizer state, step."""
     spec = placed_spec(run, build)
-    at_rest = partition.shardings(spec, run.mesh)
+    at_rest, moments = at_rest_of(run, spec)
     opt_spec = jax.eval_shape(run.optimizer.init, spec)
     like_params = optax.tree_utils.tree_map_params(
-        run.optimizer, lambda _, s: s, opt_spec, at_rest, transform_non_params=lambda _: _everywhere(run.mesh)
+        run.optimizer, lambda _, s: s, opt_spec, moments, transform_non_params=lambda _: _everywhere(run.mesh)
     )
     return (spec, opt_spec, jax.ShapeDtypeStruct((), jnp.int32)), (at_rest, like_params, _everywhere(run.mesh))
 
@@ -172,14 +178,18 @@ def make_step(run: Run) -> Callable[[State, dict], tuple[State, dict[str, jax.Ar
         if config.dropout:
             key = jax.random.fold_in(jax.random.key(config.seed), state.step)
         result = executor.train_step(pipeline, state.params, batch, key, state.workspace)
-        norm = optim.global_norm(result.grads)
-        grads = result.grads
+        at_rest, moments = at_rest_of(run, state.params)
+        # Each rank updates the part whose moments it has.
+        grads = jax.lax.with_sharding_constraint(result.grads, moments)
+        norm = optim.global_norm(grads)
         if config.clip_grad:
             scale = jnp.minimum(1.0, config.clip_grad / jnp.maximum(norm, 1e-12))
             grads = jax.tree.map(lambda g: g * scale, grads)
         # optax's types know no trees but their own
         updates, opt_state = optimizer.update(cast(Any, grads), state.opt_state, cast(Any, state.params))
-        params = cast(Placed, optax.apply_updates(cast(Any, state.params), updates))
+        put = jax.lax.with_sharding_constraint
+        opt_state = optax.tree_utils.tree_map_params(optimizer, put, opt_state, moments)
+        params = put(cast(Placed, optax.apply_updates(cast(Any, state.params), updates)), at_rest)
         metrics = {"loss": result.loss, "grad_norm": norm, "learning_rate": rate(state.step), **result.metrics}
         return State(params, opt_state, state.step + 1, result.workspace), metrics
 
@@ -187,8 +197,11 @@ def make_step(run: Run) -> Callable[[State, dict], tuple[State, dict[str, jax.Ar
 
 
 def put_batch(run: Run, batch: dict[str, np.ndarray]) -> dict[str, jax.Array]:
-    """Place a batch on the mesh, rows over the data axis."""
-    return jax.device_put(batch, NamedSharding(run.mesh, PartitionSpec(None, DATA)))
+    """Place a batch on the mesh: rows over the replicas, sequences over their parts."""
+    where = NamedSharding(run.mesh, PartitionSpec(None, ROWS, CONTEXT))
+    if jax.process_count() == 1:
+        return jax.device_put(batch, where)
+    return {k: jax.make_array_from_callback(a.shape, where, a.__getitem__) for k, a in batch.items()}
 
 
 def load_corpus(config: Config, vocab_size: int, where: str | None = None) -> tuple[np.ndarray, np.ndarray, str]:

@@ -7,6 +7,7 @@ Legend: B microbatch size, T sequence (of the queries), S sequence (of the keys)
 H head dim.
 """
 
+import math
 from dataclasses import dataclass
 from typing import NamedTuple
 
@@ -14,6 +15,9 @@ import jax
 import jax.numpy as jnp
 from flax import nnx
 
+from jaxpp import exchange
+from jaxpp.mesh import CONTEXT, TENSOR
+from jaxpp.sharding import constrain, ways
 from models.dense import normal, project
 from models.norm import RMSNorm
 from models.rope import Rope, rotate
@@ -120,18 +124,44 @@ def plain_attend(
     return jnp.einsum("bnts,bnsh->bnth", weights_BNTS, v_BNSH).swapaxes(1, 2)
 
 
+def attend_whole(
+    spec: AttentionSpec,
+    q_BTNH: jax.Array,
+    k_BTKH: jax.Array,
+    v_BTKH: jax.Array,
+    segments_BT: jax.Array | None = None,
+    key: jax.Array | None = None,
+) -> jax.Array:
+    """`attend` where each rank of the context axis holds T neighbouring tokens of a sequence: every rank takes some of
+    the heads over all of it, so that the work is even however the mask lies (Jacobs et al. 2023, arXiv:2309.14509)."""
+    groups = kv_copies(k_BTKH.shape[2], ways(CONTEXT), ways(TENSOR), q_BTNH.shape[2])
+    k_BTKH, v_BTKH = (jnp.repeat(a, groups, axis=2) if groups > 1 else a for a in (k_BTKH, v_BTKH))
+    q_BTNH, k_BTKH, v_BTKH = (exchange.to_heads(a) for a in (q_BTNH, k_BTKH, v_BTKH))
+    if segments_BT is not None:
+        segments_BT = jax.lax.all_gather(segments_BT, CONTEXT, axis=1, tiled=True)
+    return exchange.to_sequence(attend(spec, q_BTNH, k_BTKH, v_BTKH, segments_BT, key))
+
+
+def kv_copies(kv_heads: int, context: int, tensor: int, heads: int) -> int:
+    """How often kv heads are repeated so that each rank of both axes gets whole ones."""
+    if kv_heads % tensor:
+        return heads // kv_heads
+    mine = kv_heads // tensor
+    return context // math.gcd(mine, context)
+
+
 class Attention(nnx.Module):
     """An attention layer. In a microbatch it reads `positions` (int [B, T], default 0..T-1) and `segments`."""
 
     def __init__(self, key: jax.Array, spec: AttentionSpec) -> None:
         q, kv, out = jax.random.split(key, 3)
         dim, heads, kv_heads, head_dim = spec.dim, spec.heads, spec.kv_heads, spec.head_dim
-        self.wq = nnx.Param(normal(q, (dim, heads, head_dim), spec.std))
-        self.wkv = nnx.Param(normal(kv, (dim, 2, kv_heads, head_dim), spec.std))
-        self.wo = nnx.Param(normal(out, (heads, head_dim, dim), spec.out_std))
+        self.wq = nnx.Param(normal(q, (dim, heads, head_dim), spec.std), axes=(None, "heads", None))
+        self.wkv = nnx.Param(normal(kv, (dim, 2, kv_heads, head_dim), spec.std), axes=(None, None, "kv_heads", None))
+        self.wo = nnx.Param(normal(out, (heads, head_dim, dim), spec.out_std), axes=("heads", None, None))
         if spec.bias:
-            self.bq = nnx.Param(jnp.zeros((heads, head_dim)))
-            self.bkv = nnx.Param(jnp.zeros((2, kv_heads, head_dim)))
+            self.bq = nnx.Param(jnp.zeros((heads, head_dim)), axes=("heads", None))
+            self.bkv = nnx.Param(jnp.zeros((2, kv_heads, head_dim)), axes=(None, "kv_heads", None))
             self.bo = nnx.Param(jnp.zeros(dim))
         if spec.qk_norm is not None:
             self.q_norm = RMSNorm(head_dim, spec.qk_norm)
@@ -140,8 +170,12 @@ class Attention(nnx.Module):
 
     def __call__(self, x_BTD: jax.Array, microbatch: dict[str, jax.Array], key: jax.Array | None) -> jax.Array:
         positions = microbatch.get("positions", jnp.arange(x_BTD.shape[1]))
-        heads = self._heads(x_BTD, positions)
-        return self._out(attend(self.spec, *heads, microbatch.get("segments"), key))
+        q_BTNH, k_BTKH, v_BTKH = self._heads(constrain(x_BTD, None, None, None), positions)
+        q_BTNH = constrain(q_BTNH, None, None, "heads", None)
+        k_BTKH, v_BTKH = (constrain(a, None, None, "kv_heads", None) for a in (k_BTKH, v_BTKH))
+        run = attend_whole if ways(CONTEXT) > 1 else attend
+        y_BTNH = run(self.spec, q_BTNH, k_BTKH, v_BTKH, microbatch.get("segments"), key)
+        return constrain(self._out(y_BTNH), None, "sequence", None)
 
     def extend(self, x_BTD: jax.Array, cache: Cache, start: jax.Array) -> tuple[jax.Array, Cache]:
         """Attention of T new tokens at positions start, start+1, ... to themselves and the cache, which gets them."""

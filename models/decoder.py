@@ -9,8 +9,9 @@ from typing import Any
 import jax
 from flax import nnx
 
+from jaxpp.sharding import constrain
 from models.attention import Attention, AttentionSpec, Cache, dropout
-from models.dense import normal, project
+from models.dense import logits, normal
 from models.mlp import GatedMLP
 from models.norm import RMSNorm
 from models.rope import Rope
@@ -69,10 +70,10 @@ class Embed(nnx.Module):
     """Token embeddings."""
 
     def __init__(self, key: jax.Array, config: DecoderConfig) -> None:
-        self.tokens = nnx.Param(normal(key, (config.vocab_size, config.dim), config.std))
+        self.tokens = nnx.Param(normal(key, (config.vocab_size, config.dim), config.std), axes=("vocab", None))
 
     def __call__(self, microbatch: dict[str, jax.Array], key: jax.Array | None) -> Any:
-        return self.tokens[...][microbatch["tokens"]]
+        return constrain(self.tokens[...][microbatch["tokens"]], None, "sequence", None)
 
 
 class Block(nnx.Module):
@@ -112,12 +113,12 @@ class Head(nnx.Module):
     def __init__(self, key: jax.Array, config: DecoderConfig) -> None:
         self.norm = RMSNorm(config.dim, config.epsilon)
         if not config.tied:
-            self.table = nnx.Param(normal(key, (config.vocab_size, config.dim), config.std))
-        self.tied = config.tied
+            self.table = nnx.Param(normal(key, (config.vocab_size, config.dim), config.std), axes=("vocab", None))
+        self.tied, self.vocab = config.tied, config.vocab_size
 
     def __call__(self, x_BTD: Any, embed: Embed) -> jax.Array:
         table_VD = embed.tokens[...] if self.tied else self.table[...]
-        return project(self.norm(x_BTD), table_VD.T)
+        return logits(self.norm(x_BTD), table_VD, self.vocab)
 
 
 class Decoder(nnx.Module):

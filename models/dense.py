@@ -3,6 +3,10 @@
 import math
 
 import jax
+import jax.numpy as jnp
+
+from jaxpp.mesh import TENSOR
+from jaxpp.sharding import constrain, ways
 
 
 def normal(key: jax.Array, shape: tuple[int, ...], std: float) -> jax.Array:
@@ -14,8 +18,18 @@ def project(x: jax.Array, w: jax.Array, summed: int = 1) -> jax.Array:
     """Multiply activations [B, T, ...] by a weight, over the last `summed` dims of x and the first of w.
 
     As one product of matrices: on the CPU the gradient of a weight over two summed dims (batch and sequence) takes
-    twice as long as over one.
+    twice as long as over one. Not where dims are split over ranks, whose parts it would mix.
     """
+    if ways(TENSOR) > 1:
+        return jnp.tensordot(x, w, summed)
     inner = math.prod(w.shape[:summed])
     y = x.reshape(-1, inner) @ w.reshape(inner, -1)
     return y.reshape(*x.shape[: x.ndim - summed], *w.shape[summed:])
+
+
+def logits(x_BTD: jax.Array, table_VD: jax.Array, vocab: int) -> jax.Array:
+    """Logits of a table's rows, [B, T, V]. Those that only pad the vocabulary (see `sharding.padding`) are -inf."""
+    logits_BTV = constrain(project(constrain(x_BTD, None, None, None), table_VD.T), None, None, "vocab")
+    if len(table_VD) == vocab:
+        return logits_BTV
+    return jnp.where(jnp.arange(len(table_VD)) < vocab, logits_BTV, -jnp.inf)

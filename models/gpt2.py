@@ -8,8 +8,9 @@ from dataclasses import dataclass
 import jax
 from flax import nnx
 
+from jaxpp.sharding import constrain
 from models.attention import Attention, AttentionSpec, Cache, dropout
-from models.dense import normal, project
+from models.dense import logits, normal
 from models.mlp import GeluMLP
 from models.norm import LayerNorm
 
@@ -58,7 +59,7 @@ class Embed(nnx.Module):
 
     def __init__(self, key: jax.Array, config: GPT2Config) -> None:
         tokens, positions = jax.random.split(key)
-        self.tokens = nnx.Param(normal(tokens, (config.vocab_size, config.dim), config.std))
+        self.tokens = nnx.Param(normal(tokens, (config.vocab_size, config.dim), config.std), axes=("vocab", None))
         self.positions = nnx.Param(normal(positions, (config.positions, config.dim), config.std / 2))
         self.rate = config.dropout
 
@@ -68,7 +69,7 @@ class Embed(nnx.Module):
             place_BTD = self.positions[...][microbatch["positions"]]
         else:
             place_BTD = self.positions[...][: tokens_BT.shape[1]]
-        x_BTD = self.tokens[...][tokens_BT] + place_BTD
+        x_BTD = constrain(self.tokens[...][tokens_BT] + place_BTD, None, "sequence", None)
         return dropout(x_BTD, self.rate, key)
 
 
@@ -102,12 +103,12 @@ class Head(nnx.Module):
     def __init__(self, key: jax.Array, config: GPT2Config) -> None:
         self.norm = LayerNorm(config.dim, config.epsilon)
         if not config.tied:
-            self.table = nnx.Param(normal(key, (config.vocab_size, config.dim), config.std))
-        self.tied = config.tied
+            self.table = nnx.Param(normal(key, (config.vocab_size, config.dim), config.std), axes=("vocab", None))
+        self.tied, self.vocab = config.tied, config.vocab_size
 
     def __call__(self, x_BTD: jax.Array, embed: Embed) -> jax.Array:
         table_VD = embed.tokens[...] if self.tied else self.table[...]
-        return project(self.norm(x_BTD), table_VD.T)
+        return logits(self.norm(x_BTD), table_VD, self.vocab)
 
 
 class GPT2(nnx.Module):

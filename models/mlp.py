@@ -9,6 +9,7 @@ import jax
 import jax.numpy as jnp
 from flax import nnx
 
+from jaxpp.sharding import constrain
 from models.dense import normal, project
 
 
@@ -28,14 +29,15 @@ class GeluMLP(nnx.Module):
 
     def __init__(self, key: jax.Array, dim: int, hidden: int, std: float, out_std: float) -> None:
         up, down = jax.random.split(key)
-        self.wi = nnx.Param(normal(up, (dim, hidden), std))
-        self.bi = nnx.Param(jnp.zeros(hidden))
-        self.wo = nnx.Param(normal(down, (hidden, dim), out_std))
+        self.wi = nnx.Param(normal(up, (dim, hidden), std), axes=(None, "ff"))
+        self.bi = nnx.Param(jnp.zeros(hidden), axes=("ff",))
+        self.wo = nnx.Param(normal(down, (hidden, dim), out_std), axes=("ff", None))
         self.bo = nnx.Param(jnp.zeros(dim))
 
     def __call__(self, x_BTD: jax.Array) -> jax.Array:
-        h_BTF = in_float32(gelu, project(x_BTD, self.wi[...]) + self.bi[...])
-        return project(h_BTF, self.wo[...]) + self.bo[...]
+        h_BTF = project(constrain(x_BTD, None, None, None), self.wi[...]) + self.bi[...]
+        h_BTF = in_float32(gelu, constrain(h_BTF, None, None, "ff"))
+        return constrain(project(h_BTF, self.wo[...]), None, "sequence", None) + self.bo[...]
 
 
 class GatedMLP(nnx.Module):
@@ -43,19 +45,19 @@ class GatedMLP(nnx.Module):
 
     def __init__(self, key: jax.Array, dim: int, hidden: int, bias: bool, std: float, out_std: float) -> None:
         up, down = jax.random.split(key)
-        self.wi = nnx.Param(normal(up, (dim, 2, hidden), std))
-        self.wo = nnx.Param(normal(down, (hidden, dim), out_std))
+        self.wi = nnx.Param(normal(up, (dim, 2, hidden), std), axes=(None, None, "ff"))
+        self.wo = nnx.Param(normal(down, (hidden, dim), out_std), axes=("ff", None))
         if bias:
-            self.bi = nnx.Param(jnp.zeros((2, hidden)))
+            self.bi = nnx.Param(jnp.zeros((2, hidden)), axes=(None, "ff"))
             self.bo = nnx.Param(jnp.zeros(dim))
         self.bias = bias
 
     def __call__(self, x_BTD: jax.Array) -> jax.Array:
-        h_BTCF = project(x_BTD, self.wi[...])
+        h_BTCF = constrain(project(constrain(x_BTD, None, None, None), self.wi[...]), None, None, None, "ff")
         if self.bias:
             h_BTCF = h_BTCF + self.bi[...]
         h_BTF = gate(h_BTCF[..., 0, :], h_BTCF[..., 1, :])
-        y_BTD = project(h_BTF, self.wo[...])
+        y_BTD = constrain(project(h_BTF, self.wo[...]), None, "sequence", None)
         return y_BTD + self.bo[...] if self.bias else y_BTD
 
 

@@ -72,6 +72,7 @@ def test_least_values(name):
 def test_every_number_has_a_least_value():
     assert set(LEAST.values()) == {0, 1}
     ones = {"pipeline_parallel", "virtual_pipeline_parallel", "data_parallel", "batch_size", "total_batch_size"}
+    ones |= {"tensor_parallel", "context_parallel", "expert_parallel", "num_processes"}
     ones |= {"sequence_length", "num_iteration", "emulate_devices", "max_checkpoint_keep"}
     assert {name for name, least in LEAST.items() if least == 1} == ones
 

@@ -11,13 +11,15 @@ FILES += [p for p in [ROOT / "run.py"] if p.exists()]
 NAMES = [str(p.relative_to(ROOT)) for p in FILES]
 FILE_LINES, FUNCTION_LINES = 450, 70
 
-EXECUTOR = {"schedules", "partition", "wire", "mesh", "precision", "remat", "losses"}
+EXECUTOR = {"schedules", "partition", "wire", "mesh", "precision", "remat", "losses", "sharding"}
 # Which modules of jaxpp a module may import; those not named here may import any. None imports executor or train.
 MAY_IMPORT = {
     "schedules": set(),
     "precision": set(),
     "losses": set(),
     "mesh": set(),
+    "sharding": {"mesh"},
+    "exchange": {"mesh", "sharding"},
     "remat": set(),
     "wire": EXECUTOR,
     "partition": EXECUTOR,

@@ -16,12 +16,11 @@ import jaxpp
 from jaxpp.mesh import PIPE
 from jaxpp.partition import (
     SHARD_FROM,
-    WHOLE,
     Layout,
+    Placed,
     place,
-    resting_dim,
+    rest,
     shardings,
-    specs,
     split_layers,
     stack,
     unstack,
@@ -157,14 +156,16 @@ def test_a_layout_for_another_model_is_refused() -> None:
         ((512, 64), 4, 0),
         ((64, 512), 4, 1),
         ((51, 512), 4, 1),  # 51 does not divide
-        ((513, 65), 4, WHOLE),
+        ((513, 65), 4, None),
         ((SHARD_FROM,), 4, 0),
-        ((SHARD_FROM - 4,), 4, WHOLE),  # too small to be worth a collective
-        ((), 4, WHOLE),
+        ((SHARD_FROM - 4,), 4, None),  # too small to be worth a collective
+        ((), 4, None),
     ],
 )
-def test_an_outer_leaf_rests_along_its_largest_dim_that_divides(shape: tuple, stages: int, dim: int) -> None:
-    assert resting_dim(shape, stages) == dim
+def test_an_outer_leaf_rests_along_its_largest_dim_that_divides(shape: tuple, stages: int, dim: int | None) -> None:
+    placed = Placed(jnp.zeros(shape), [], jnp.zeros(()), split_layers(stages, stages))
+    spec = rest(placed, jaxpp.make_mesh(pipe=stages)).embed.param
+    assert [d for d, axis in enumerate(spec) if axis == PIPE] == ([] if dim is None else [dim])
 
 
 @pytest.mark.parametrize(("vocab", "held"), [(toy.WIDE, toy.WIDE // 4), (toy.NARROW, toy.NARROW)])
@@ -195,9 +196,9 @@ def test_placing_moves_parameters_and_changes_none(stages: int, chunks: int, by_
 
 def test_specs_are_those_of_abstract_parameters_too() -> None:
     placed = jax.eval_shape(lambda model: stack(model, split_layers(4, 4)), toy.model(4))
-    got = specs(placed)
-    assert jax.tree.leaves(got.embed, is_leaf=lambda a: isinstance(a, PartitionSpec)) == [PartitionSpec(PIPE)]
-    assert jax.tree.leaves(got.head, is_leaf=lambda a: isinstance(a, PartitionSpec)) == [PartitionSpec(None, PIPE)]
+    got = rest(placed, jaxpp.make_mesh(pipe=4))
+    assert [r.param for r in jax.tree.leaves(got.embed)] == [PartitionSpec(PIPE, None)]
+    assert [r.param for r in jax.tree.leaves(got.head)] == [PartitionSpec(None, PIPE)]
 
 
 def test_any_object_with_the_three_parts_is_a_model() -> None:

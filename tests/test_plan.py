@@ -150,10 +150,10 @@ def test_bytes_are_those_of_the_real_arrays(case):
     config = Config(**({"pipeline_parallel": 4, "batch_size": 2} | CASES[case]))
     model = replace(SMALL, dropout=config.dropout)
     size = sizes(config, model.layers, model.positions)
-    abstract = train.make_run(config, size, plan.abstract_mesh(size.pipe, size.data), model.layers)
+    abstract = train.make_run(config, size, mesh.abstract_mesh(list(size.mesh.values())), model.layers)
     found = plan.make_plan(abstract, run.builder(model))
     per_device = found["bytes_per_device"]
-    real = train.make_run(config, size, mesh.make_mesh(size.pipe, size.data), model.layers)
+    real = train.make_run(config, size, mesh.make_mesh(**size.mesh), model.layers)
     state = train.initial_state(real, run.builder(model))
 
     assert found["layers_per_stage"] == real.layout.layers_per_stage()

@@ -27,7 +27,7 @@ def make(**options: Any) -> train.Run:
     """A run with 4 rows in each of 3 microbatches on two replicas."""
     chosen = config.Config(**OPTIONS, data_parallel=2, num_iteration=10, warmup_iterations=0, **options)
     sizes = config.sizes(chosen, MODEL.layers, MODEL.positions)
-    return train.make_run(chosen, sizes, mesh.make_mesh(sizes.pipe, sizes.data), MODEL.layers)
+    return train.make_run(chosen, sizes, mesh.make_mesh(**sizes.mesh), MODEL.layers)
 
 
 def batch(run: train.Run, seed: int) -> dict[str, np.ndarray]:
