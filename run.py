@@ -76,8 +76,9 @@ def start_devices(config: Config) -> int:
     count *= config.context_parallel * config.expert_parallel
     if config.emulate_devices:
         mesh.emulate_devices(config.emulate_devices)
-        return 0
-    mesh.set_host_devices(count)  # counts only where the CPU is what JAX finds
+    else:  # counts only where the CPU is what JAX finds
+        mesh.set_host_devices(-(-count // mesh.started(config.num_processes)))
+    mesh.join_processes(config.coordinator_address, config.num_processes, config.process_id)
     return len(jax.devices()) if jax.default_backend() == "gpu" else 0
 
 

@@ -23,6 +23,9 @@ MANUAL = (PIPE, DATA, EXPERT, CONTEXT)
 ROWS = (DATA, EXPERT)  # the rows of a microbatch are dealt over these
 OPTIONS = tuple(f"{axis}_parallel" for axis in ("pipeline", *AXES[1:]))
 REPLICAS = (DATA, EXPERT, CONTEXT)  # ranks that hold the same parameters, experts apart
+# What tells how many processes a launcher has started: srun sets the first, mpirun the second.
+_STARTED_BY = ("SLURM_STEP_NUM_TASKS", "OMPI_COMM_WORLD_SIZE")
+JOIN_SECONDS, SILENT_SECONDS = 120, 30  # until the others are there; until one that says nothing counts as dead
 # Emulated devices are threads: with fewer cores than devices, one may wait long for the others at a collective, and
 # XLA's default limits (20 s warning, 40 s abort) end the process.
 _EMULATION = {
@@ -50,6 +53,36 @@ def emulate_devices(count: int) -> None:
     set_host_devices(count)
     os.environ["JAX_PLATFORMS"] = "cpu"
     jax.config.update("jax_platforms", "cpu")
+
+
+def started(processes: int | None = None) -> int:
+    """How many processes there are: as the option says, or the launcher."""
+    return processes or max(int(os.environ.get(name, 1)) for name in _STARTED_BY)
+
+
+def join_processes(address: str | None, processes: int | None, index: int | None) -> bool:
+    """Become one of several processes of one program: by the options, or where SLURM or Open MPI started several.
+
+    Must run before the first JAX operation. Returns whether there are several. Raises ValueError for options that
+    contradict each other, and where the others are not there in time.
+    """
+    given = {"coordinator_address": address, "num_processes": processes, "process_id": index}
+    missing = [name for name, value in given.items() if value is None]
+    if missing and len(missing) < len(given):
+        raise ValueError(f"{' and '.join(missing)} are missing: give all three of {', '.join(given)}, or none")
+    if started(processes) == 1:
+        return False
+    if processes is not None and index is not None and index >= processes:
+        raise ValueError(f"process_id={index} must be below num_processes={processes}, for example --process_id 0")
+    jax.config.update("jax_cpu_collectives_implementation", "gloo")
+    try:
+        jax.distributed.initialize(
+            address, processes, index, initialization_timeout=JOIN_SECONDS, heartbeat_timeout_seconds=SILENT_SECONDS
+        )
+    except (RuntimeError, ValueError) as error:
+        reason = str(error).splitlines()[0]
+        raise ValueError(f"the {started(processes)} processes did not meet at {address or 'their host'}: {reason}") from None
+    return True
 
 
 def make_mesh(

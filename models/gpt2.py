@@ -68,7 +68,8 @@ class Embed(nnx.Module):
         if "positions" in microbatch:
             place_BTD = self.positions[...][microbatch["positions"]]
         else:
-            place_BTD = self.positions[...][: tokens_BT.shape[1]]
+            # Whole on every rank: a part of a split table would have to be permuted.
+            place_BTD = constrain(self.positions[...][: tokens_BT.shape[1]], None, None)
         x_BTD = constrain(self.tokens[...][tokens_BT] + place_BTD, None, "sequence", None)
         return dropout(x_BTD, self.rate, key)
 
