@@ -1,22 +1,26 @@
-"""What a run says: lines on the terminal, a progress bar where it is one, and metrics.jsonl."""
+"""What a run says: lines on the terminal, a progress bar where it is one, metrics.jsonl and TensorBoard's events."""
 
 import json
 import sys
+from collections.abc import Iterable
 from pathlib import Path
 from typing import Any
 
 from rich.console import Console
 from rich.progress import BarColumn, MofNCompleteColumn, Progress, TextColumn, TimeRemainingColumn
 
+FLUSH_SECONDS = 10  # how long an event may wait to be written
+
 
 class Log:
-    """Writes a run's lines and its metrics file; a context manager, so that the file and the bar are closed.
+    """Writes a run's lines and its metrics file; a context manager, so that the files and the bar are closed.
 
-    Args: folder, made if missing; steps, of the bar; done, the steps that a run goes on after: their lines are kept.
+    Args: folder, made if missing; steps, of the bar; done, the steps that a run goes on after: their lines are kept;
+    tensorboard, whether all that is written also becomes events in the folder's `tensorboard`.
     Raises ValueError where the folder cannot be made.
     """
 
-    def __init__(self, folder: str, steps: int, done: int = 0) -> None:
+    def __init__(self, folder: str, steps: int, done: int = 0, tensorboard: bool = False) -> None:
         try:
             Path(folder).mkdir(parents=True, exist_ok=True)
             self.path = Path(folder) / "metrics.jsonl"
@@ -24,6 +28,7 @@ class Log:
             self._file = self.path.open("w")
             self._file.writelines(kept)
             self._file.flush()
+            self._events = _Events(Path(folder) / "tensorboard", map(json.loads, kept)) if tensorboard else None
         except OSError as error:
             raise ValueError(f"output_dir={folder!r} cannot be written ({error.strerror}): use another") from None
         columns = (BarColumn(), MofNCompleteColumn(), TextColumn("{task.description}"), TimeRemainingColumn())
@@ -39,6 +44,8 @@ class Log:
     def __exit__(self, *_: object) -> None:
         if self._bar:
             self._bar.stop()
+        if self._events:
+            self._events.close()
         self._file.close()
 
     def say(self, text: str) -> None:
@@ -49,23 +56,65 @@ class Log:
             print(text, flush=True)
 
     def write(self, record: dict[str, Any]) -> None:
-        """Append a line to metrics.jsonl."""
+        """Append a line to metrics.jsonl, and to TensorBoard's events."""
         self._file.write(json.dumps(record) + "\n")
         self._file.flush()
+        if self._events:
+            self._events.write(record)
 
     def step(self, record: dict[str, Any]) -> None:
         """One training step: a line on the terminal and one in the file.
 
-        record: step (1-based), loss, grad_norm, learning_rate, tokens_per_second, step_seconds.
+        record: step (1-based), loss, grad_norm, learning_rate, tokens_per_second, step_seconds; mfu where it is known.
         """
         self.write(record)
+        mfu = f"  mfu {record['mfu']:.1%}" if "mfu" in record else ""
         self.say(
             f"step {record['step']:{self._width}d}  loss {record['loss']:.4f}  lr {record['learning_rate']:.2e}"
             f"  grad norm {record['grad_norm']:.3f}  {record['tokens_per_second']:,.0f} tokens/s"
-            f"  {record['step_seconds'] * 1e3:.0f} ms"
+            f"  {record['step_seconds'] * 1e3:.0f} ms{mfu}"
         )
         if self._bar and self._task is not None:
             self._bar.update(self._task, completed=record["step"], description=f"loss {record['loss']:.3f}")
+
+
+class _Events:
+    """The records as TensorBoard's scalars, one event a record.
+
+    Args: folder, whose events are replaced; records, written first. A run that goes on so gives its events anew from
+    the lines that it kept: whatever a kill has left behind, each step is there once.
+    """
+
+    def __init__(self, folder: Path, records: Iterable[dict[str, Any]]) -> None:
+        # Only runs that ask for it wait for this import.
+        from tensorboardX import FileWriter
+        from tensorboardX.proto.summary_pb2 import Summary  # pyright: ignore[reportMissingImports]
+
+        for old in folder.glob("events.out.tfevents.*"):
+            old.unlink()
+        folder.mkdir(parents=True, exist_ok=True)
+        self._summary = Summary
+        self._writer = FileWriter(str(folder), flush_secs=FLUSH_SECONDS)
+        for record in records:
+            self.write(record)
+
+    def write(self, record: dict[str, Any]) -> None:
+        summary = self._summary()
+        for tag, value in _scalars(record):
+            summary.value.add(tag=tag, simple_value=value)
+        self._writer.add_summary(summary, record["step"])
+
+    def close(self) -> None:
+        self._writer.close()
+
+
+def _scalars(record: dict[str, Any]) -> Iterable[tuple[str, float]]:
+    """(name, number) of a record, but for its step; those of a list are named by their places."""
+    for name, value in record.items():
+        if isinstance(value, list):
+            yield from ((f"{name}/{i}", float(item)) for i, item in enumerate(value))
+        elif name != "step":
+            yield name, float(value)
 
 
 def _lines_until(path: Path, step: int) -> list[str]:
