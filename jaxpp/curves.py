@@ -12,11 +12,14 @@ import numpy as np
 from jaxpp.options import option
 
 FILE = "metrics.jsonl"
-# Okabe and Ito's colours, which the colour-blind tell apart; more runs than that begin anew.
+# Okabe and Ito's colours, which the colour-blind tell apart; more runs than that begin anew, with dashes.
 COLORS = ("#0072B2", "#D55E00", "#009E73", "#CC79A7", "#E69F00", "#56B4E9", "#000000")
+DASHES = ("-", "--", ":")
 INK, GRID = "#333333", "#DDDDDD"
-SMOOTH = 50  # a curve of more points than this has its running mean drawn over it
+SMOOTH = 50  # the running mean is over this part of a curve
+FEW = 20  # a curve of at most so many points has them marked
 MOST_LABEL = 60  # letters of a run's name in the legend
+MOST_OF_TWO = 64  # letters of an entry of the legend where two stand in a line
 
 
 class Panel(NamedTuple):
@@ -72,10 +75,13 @@ def _file(path: str) -> Path:
 
 
 def _names(files: Sequence[Path]) -> list[str]:
-    """Short names that differ: paths, without what all begin with."""
+    """Short names that differ: paths, without what all begin and end with."""
     places = [(path.parent if path.name == FILE else path).resolve() for path in files]
     shared = os.path.commonpath([place.parent for place in places])
-    names = [os.path.relpath(place, shared) for place in places]
+    parts = [place.relative_to(shared).parts for place in places]
+    while min(map(len, parts)) > 1 and len({found[-1] for found in parts}) == 1:
+        parts = [found[:-1] for found in parts]
+    names = ["/".join(found) for found in parts]
     return [name if len(name) <= MOST_LABEL else f"…{name[-MOST_LABEL:]}" for name in names]
 
 
@@ -110,8 +116,9 @@ def _record(line: str) -> dict[str, Any] | None:
         record = json.loads(line)
     except ValueError:
         return None
-    numbers = isinstance(record, dict) and [record.get("step"), *(record.get(panel.key, 0) for panel in PANELS)]
-    return record if numbers and all(type(number) in (int, float) for number in numbers) else None
+    if not isinstance(record, dict) or type(record.get("step")) is not int:
+        return None
+    return record if all(type(record.get(panel.key, 0)) in (int, float) for panel in PANELS) else None
 
 
 def smoothed(values: np.ndarray) -> np.ndarray:
@@ -132,44 +139,49 @@ def draw(runs: Sequence[Curves], to: str) -> None:
     from matplotlib.backends.backend_agg import FigureCanvasAgg
     from matplotlib.figure import Figure
 
-    rows = -(-len(runs) // 2)
-    height = 8.2 + 0.28 * rows
+    entries = [f"{curves.name}   {_last(curves)}" for curves in runs]
+    columns = 2 if len(runs) > 3 and max(map(len, entries)) <= MOST_OF_TWO else 1
+    lines_above = -(-len(runs) // columns) * 0.25
+    height = 8.0 + lines_above  # inches, as all lengths here
+    top, middle = 1 - (0.45 + lines_above) / height, 3.45 / height
     figure = Figure(figsize=(13, height), dpi=130, facecolor="white")
     FigureCanvasAgg(figure)
-    grid = figure.add_gridspec(
-        2, 6, left=0.06, right=0.985, bottom=0.065, top=1 - (0.55 + 0.28 * rows) / height, hspace=0.3, wspace=1.1
-    )
-    places = (grid[0, :3], grid[0, 3:], grid[1, :2], grid[1, 2:4], grid[1, 4:])
+    upper = figure.add_gridspec(1, 2, left=0.05, right=0.985, bottom=middle + 0.85 / height, top=top, wspace=0.12)
+    lower = figure.add_gridspec(1, 3, left=0.05, right=0.985, bottom=0.5 / height, top=middle, wspace=0.2)
     lines: list[Any] = []
-    for panel, place in zip(PANELS, places, strict=True):
+    for panel, place in zip(PANELS, (*upper, *lower), strict=True):
         axes = figure.add_subplot(place)
-        lines = [_curve(axes, panel, curves, COLORS[i % len(COLORS)]) for i, curves in enumerate(runs)]
+        lines = [_curve(axes, panel, curves, i, len(runs)) for i, curves in enumerate(runs)]
         _finish(axes, panel, runs)
-    _legend(figure, runs, lines)
+    _legend(figure, entries, lines, columns)
     figure.savefig(to, format="png")
 
 
-def _curve(axes: Any, panel: Panel, curves: Curves, color: str) -> Any:
-    """Draw a run's curve in a panel; returns a line for the legend."""
+def _curve(axes: Any, panel: Panel, curves: Curves, index: int, of: int) -> Any:
+    """Draw the curve of a run, one of so many, in a panel; returns a line for the legend."""
+    color, dashes = COLORS[index % len(COLORS)], DASHES[index // len(COLORS) % len(DASHES)]
     steps, values = curves.points.get(panel.key, (np.empty(0), np.empty(0)))
-    few = len(steps) <= SMOOTH
-    marker = "o" if few else None
-    if not few and panel.key != "learning_rate":
-        axes.plot(steps, values, color=color, linewidth=0.7, alpha=0.3)
+    if len(steps) >= 2 * SMOOTH and panel.key != "learning_rate":
+        axes.plot(steps, values, color=color, linewidth=0.7, alpha=0.3 if of <= 3 else 0.12)
         values = smoothed(values)
-    return axes.plot(steps, values, color=color, linewidth=1.6, marker=marker, markersize=3)[0]
+    marker = "o" if len(steps) <= FEW else None
+    return axes.plot(steps, values, color=color, linestyle=dashes, linewidth=1.6, marker=marker, markersize=3.5)[0]
 
 
 def _finish(axes: Any, panel: Panel, runs: Sequence[Curves]) -> None:
     """Scale, title, grid and limits of a panel."""
-    from matplotlib.ticker import EngFormatter, LogLocator, MaxNLocator, NullFormatter, StrMethodFormatter
+    from matplotlib.ticker import EngFormatter, FuncFormatter, LogLocator, MaxNLocator, NullFormatter, StrMethodFormatter
 
     axes.set_title(panel.title, loc="left", fontsize=11, fontweight="bold", color=INK)
     axes.set_xlabel("step", fontsize=9, color=INK)
     axes.grid(color=GRID, linewidth=0.7)
     axes.set_axisbelow(True)
     axes.tick_params(labelsize=9, colors=INK, length=3)
-    axes.xaxis.set_major_locator(MaxNLocator(nbins=6, integer=True))
+    axes.xaxis.set_major_locator(MaxNLocator(nbins=6, integer=True, steps=[1, 2, 5, 10]))
+    axes.xaxis.set_major_formatter(EngFormatter(sep=""))
+    first, last = _extent(runs)
+    margin = max(0.02 * (last - first), 0.5)
+    axes.set_xlim(first - margin, last + margin)  # the same in all panels
     for side in ("top", "right"):
         axes.spines[side].set_visible(False)
     values = [curves.points[panel.key][1] for curves in runs if panel.key in curves.points]
@@ -186,28 +198,36 @@ def _finish(axes: Any, panel: Panel, runs: Sequence[Curves]) -> None:
         axes.set_ylim(0, 1.08 * shown.max())
         axes.yaxis.set_major_formatter(EngFormatter(sep=""))
     elif panel.key == "learning_rate":
-        axes.ticklabel_format(axis="y", style="sci", scilimits=(-2, 3))
+        unit = 10.0 ** np.floor(np.log10(shown.max() or 1.0))
+        axes.set_title(f"learning rate / {unit:.0e}", loc="left", fontsize=11, fontweight="bold", color=INK)
+        axes.yaxis.set_major_formatter(FuncFormatter(lambda rate, _: f"{rate / unit:g}"))
 
 
-def _legend(figure: Any, runs: Sequence[Curves], lines: Sequence[Any]) -> None:
-    """Above the panels, with each run's last losses; the names are taken letter by letter, whatever they hold."""
+def _extent(runs: Sequence[Curves]) -> tuple[float, float]:
+    """The first and the last step of all runs."""
+    ends = [steps[[0, -1]] for curves in runs for steps, _ in curves.points.values()]
+    return float(min(end[0] for end in ends)), float(max(end[1] for end in ends))
+
+
+def _legend(figure: Any, entries: Sequence[str], lines: Sequence[Any], columns: int) -> None:
+    """Above the panels; the entries are taken letter by letter, whatever they hold."""
     legend = figure.legend(
         list(lines),
-        ["run"] * len(runs),
+        ["run"] * len(lines),  # a label that begins with _ would be left out
         loc="upper left",
-        bbox_to_anchor=(0.05, 0.995),
-        ncols=min(2, len(runs)),
+        bbox_to_anchor=(0.04, 0.997),
+        ncols=columns,
         frameon=False,
         fontsize=10,
     )
-    for text, line, curves in zip(legend.get_texts(), legend.get_lines(), runs, strict=True):
+    for text, line, entry in zip(legend.get_texts(), legend.get_lines(), entries, strict=True):
         text.set_parse_math(False)
-        text.set_text(f"{curves.name}   {_last(curves)}")
+        text.set_text(entry)
         text.set_color(INK)
         line.set_linewidth(3)
 
 
 def _last(curves: Curves) -> str:
-    found = [f"{key.replace('_', ' ')} {curves.points[key][1][-1]:.4g}" for key in ("loss", "val_loss") if key in curves.points]
-    steps = max(steps[-1] for steps, _ in curves.points.values())
-    return f"{', '.join(found)} at step {steps:,.0f}"
+    losses = {"loss": "loss", "val_loss": "validation"}
+    found = [f"{word} {curves.points[key][1][-1]:#.4g}" for key, word in losses.items() if key in curves.points]
+    return f"step {_extent([curves])[1]:,.0f}: {', '.join(found)}"

@@ -1,13 +1,21 @@
 """A trace of some steps, for xprof and Perfetto.
 
-The schedule's slots are named in it by `jax.named_scope`, where they are defined: forward_slot, backward_slot,
-forward_wire, backward_wire, and inside the slots embed and head.
+The schedule's slots are named in it: `jax.named_scope` gives the names of `SCOPES` to what they compute, where they are
+defined, and the compiled program's instructions carry them. xprof knows that; in the file for Perfetto, where an event
+has its instruction's name alone, they are put before it.
 """
 
+import gzip
+import json
+import re
+from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
 import jax
+
+SCOPES = ("forward_slot", "backward_slot", "forward_wire", "backward_wire", "head", "embed")
+_INSTRUCTION = re.compile(r'^\s*(?:ROOT )?%?([\w.-]+) = .*?\bop_name="([^"]*)"', re.MULTILINE)
 
 
 def parse_span(text: str, steps: int) -> range:
@@ -47,11 +55,36 @@ class Trace:
     def start(self, pending: Any) -> None:
         """Start once the arrays of the steps before are there."""
         jax.block_until_ready(pending)
-        jax.profiler.start_trace(self.folder, create_perfetto_trace=True)
+        options = jax.profiler.ProfileOptions()
+        options.python_tracer_level = 0  # a step is made of what the devices do, and each call in Python would be seen
+        jax.profiler.start_trace(self.folder, profiler_options=options)
         self.running = True
 
-    def stop(self, pending: Any) -> None:
-        """Write the trace once the arrays of its steps are there."""
+    def stop(self, pending: Any, compiled: Callable[[], str]) -> None:
+        """Write the trace once the arrays of its steps are there; compiled gives the text of the compiled step."""
         jax.block_until_ready(pending)
         jax.profiler.stop_trace()
         self.running = False
+        for path in self.folder.glob("**/*.trace.json.gz"):
+            with gzip.open(path, "rt") as file:
+                found = json.load(file)
+            name_slots(found["traceEvents"], slot_names(compiled()))
+            with gzip.open(path.with_name("perfetto_trace.json.gz"), "wt", compresslevel=5) as file:
+                json.dump(found, file)
+
+
+def slot_names(compiled: str) -> dict[tuple[str, str], str]:
+    """The scopes around an instruction, such as backward_slot/head, by module and name, from a compiled program's text;
+    instructions outside of all are left out."""
+    module = compiled.removeprefix("HloModule ").split(",", 1)[0]
+    found = {name: [part for part in op.split("/") if part in SCOPES] for name, op in _INSTRUCTION.findall(compiled)}
+    return {(module, name): "/".join(scopes) for name, scopes in found.items() if scopes}
+
+
+def name_slots(events: list[dict[str, Any]], slots: dict[tuple[str, str], str]) -> None:
+    """Put the slots' names before those of the instructions, in events as the profiler writes them."""
+    for event in events:
+        told = event.get("args", {})
+        slot = slots.get((told.get("hlo_module"), told.get("hlo_op")))
+        if slot is not None:
+            event["name"] = f"{slot} {event['name']}"

@@ -289,7 +289,8 @@ def train(run: Run, build: Build, corpus: tuple[np.ndarray, np.ndarray], log: Lo
             trace.start(state)
             report(None, None, flush=True)  # what that took is no step's time
         with jax.profiler.StepTraceAnnotation("train", step_num=i + 1):
-            state, metrics = step(state, put_batch(run, batches.at(i)))
+            batch = put_batch(run, batches.at(i))
+            state, metrics = step(state, batch)
         last, stopping = i + 1 == config.num_iteration, hooks.stop()
         due = lambda every, i=i, last=last: last or (every > 0 and (i + 1) % every == 0)
         validate, sampling = due(config.val_loss_every), due(config.sample_every)
@@ -297,7 +298,7 @@ def train(run: Run, build: Build, corpus: tuple[np.ndarray, np.ndarray], log: Lo
         tracing = trace.ends(i + 1, stopping)
         report(i + 1, metrics, flush=validate or sampling or saving or tracing)
         if tracing:
-            trace.stop(state)
+            trace.stop(state, step.lower(state, batch).compile().as_text)
             log.say(f"the trace is in {trace.folder}")
         if saver is not None and saving:
             saver.save(i + 1, (state.params, state.opt_state, state.step), describe_run(run))
