@@ -195,7 +195,7 @@ def _finish(axes: Any, panel: Panel, runs: Sequence[Curves]) -> None:
         axes.yaxis.set_major_formatter(StrMethodFormatter("{x:g}"))
         axes.yaxis.set_minor_formatter(NullFormatter())
     elif panel.key == "tokens_per_second":
-        axes.set_ylim(0, 1.08 * shown.max())
+        axes.set_ylim(0, 1.08 * max(shown.max(), 1))
         axes.yaxis.set_major_formatter(EngFormatter(sep=""))
     elif panel.key == "learning_rate":
         unit = 10.0 ** np.floor(np.log10(shown.max() or 1.0))

@@ -78,7 +78,8 @@ def to_toml(values: Mapping[str, Any]) -> str:
     try:
         text.encode()
     except UnicodeEncodeError as error:
-        raise ValueError(f"{error.object[error.start :].splitlines()[0]!r} in an option is no UTF-8: rename it") from None
+        letter = error.object[error.start]
+        raise ValueError(f"{letter!r} in an option is no letter that UTF-8 has: rename what it stands in") from None
     return text
 
 
