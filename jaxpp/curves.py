@@ -59,7 +59,9 @@ class Curves(NamedTuple):
 def run(config: PlotConfig) -> None:
     """Draw the picture of a command line. Raises ValueError for what cannot be read or written."""
     if Path(config.to).suffix != ".png":
-        raise ValueError(f"to={config.to!r} is not a PNG's name: use one that ends in .png, for example --to curves.png")
+        raise ValueError(
+            f"to={config.to!r} is not a PNG's name: use one that ends in .png, for example --to curves.png"
+        )
     files = list(dict.fromkeys(_file(path) for path in config.runs))
     found = [Curves(name, read(path)) for name, path in zip(_names(files), files, strict=True)]
     try:
@@ -170,7 +172,14 @@ def _curve(axes: Any, panel: Panel, curves: Curves, index: int, of: int) -> Any:
 
 def _finish(axes: Any, panel: Panel, runs: Sequence[Curves]) -> None:
     """Scale, title, grid and limits of a panel."""
-    from matplotlib.ticker import EngFormatter, FuncFormatter, LogLocator, MaxNLocator, NullFormatter, StrMethodFormatter
+    from matplotlib.ticker import (
+        EngFormatter,
+        FuncFormatter,
+        LogLocator,
+        MaxNLocator,
+        NullFormatter,
+        StrMethodFormatter,
+    )
 
     axes.set_title(panel.title, loc="left", fontsize=11, fontweight="bold", color=INK)
     axes.set_xlabel("step", fontsize=9, color=INK)

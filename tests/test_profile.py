@@ -19,7 +19,9 @@ MODEL = GPT2Config(vocab_size=97, positions=16, layers=2, dim=32, heads=2)
 SMALL = ["--num_iteration", "4", "--sequence_length", "16", "--total_batch_size", "64", "--pipeline_parallel", "2"]
 
 
-@pytest.mark.parametrize(("text", "want"), [("1:2", [1]), ("3:7", [3, 4, 5, 6]), ("10:11", [10]), ("1:11", range(1, 11))])
+@pytest.mark.parametrize(
+    ("text", "want"), [("1:2", [1]), ("3:7", [3, 4, 5, 6]), ("10:11", [10]), ("1:11", range(1, 11))]
+)
 def test_spans(text: str, want: Any) -> None:
     assert list(profile.parse_span(text, 10)) == list(want)
 
@@ -71,19 +73,16 @@ def test_which_steps_are_traced(tmp_path: Path, monkeypatch: pytest.MonkeyPatch)
     assert traced(6, 9) == []
 
 
-@pytest.mark.parametrize("stages", [1, 2])
-def test_the_slots_are_named_in_the_compiled_step(stages: int) -> None:
-    chosen = config.Config(sequence_length=16, total_batch_size=64, pipeline_parallel=stages)
+def test_the_slots_are_named_in_the_compiled_step() -> None:
+    chosen = config.Config(sequence_length=16, total_batch_size=64, pipeline_parallel=2)
     sizes = config.sizes(chosen, MODEL.layers, MODEL.positions)
     made = train.make_run(chosen, sizes, mesh.make_mesh(sizes.pipe), MODEL.layers)
     state = train.initial_state(made, lambda key: GPT2(key, MODEL))
     batch = {name: np.zeros(spec.shape, np.int32) for name, spec in made.batch_spec().items()}
     text = train.make_step(made).lower(state, train.put_batch(made, batch)).compile().as_text()
     found = set(profile.slot_names(text).values())
-    wires = {"forward_wire", "backward_wire"} if stages > 1 else set()
-    assert {"forward_slot", "backward_slot", "forward_slot/embed", "backward_slot/embed", "backward_slot/head"} <= found
-    assert wires <= found
-    assert {part for name in found for part in name.split("/")} >= set(profile.SCOPES) - {"forward_wire", "backward_wire"}
+    inside = {"forward_slot/embed", "backward_slot/head", "backward_slot/embed"}
+    assert {"forward_slot", "backward_slot", "forward_wire", "backward_wire"} | inside <= found
 
 
 def test_names_are_put_before_those_of_a_module() -> None:
@@ -101,9 +100,7 @@ def test_names_are_put_before_those_of_a_module() -> None:
     assert [event.get("name") for event in events] == want
 
 
-def test_a_run_writes_a_trace(
-    tmp_path: Path, capsys: pytest.CaptureFixture, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_a_run_writes_a_trace(tmp_path: Path, capsys: pytest.CaptureFixture, monkeypatch: pytest.MonkeyPatch) -> None:
     """Of steps 2 and 3, for xprof and for Perfetto, with the slots and wires as often as the schedule has ticks."""
     monkeypatch.setattr(run, "sampler", lambda *_: lambda _: None)
     monkeypatch.setitem(models.PRESETS, "gpt2-tiny", replace(MODEL, vocab_size=256))
