@@ -1,7 +1,7 @@
 """What metrics, TensorBoard and logging cost a step: python benchmarks/log_cost.py
 
 Each call fetches a step's numbers from the device, as training does, and writes them: a line on the standard output
-(a file, a pipe that another thread reads, a terminal with its bar), one in metrics.jsonl, and with TensorBoard an event.
+(a file, a pipe that another thread reads, a terminal with its bar), one in metrics.jsonl, with TensorBoard an event.
 Printed are the median, the mean and the 99th percentile of 2,000 calls, and the mean's part of a step of 100 ms.
 """
 

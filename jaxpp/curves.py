@@ -137,9 +137,9 @@ def smoothed(values: np.ndarray) -> np.ndarray:
 
 def draw(runs: Sequence[Curves], to: str) -> None:
     """Write the picture as a PNG: a panel for each of `PANELS`, a colour and an entry of the legend for each run."""
-    # Training does not wait for this import, and no window is opened.
-    from matplotlib.backends.backend_agg import FigureCanvasAgg
-    from matplotlib.figure import Figure
+    # Training does not wait for these imports, and no window is opened.
+    from matplotlib.backends.backend_agg import FigureCanvasAgg  # noqa: PLC0415
+    from matplotlib.figure import Figure  # noqa: PLC0415
 
     entries = [f"{curves.name}   {_last(curves)}" for curves in runs]
     columns = 2 if len(runs) > 3 and max(map(len, entries)) <= MOST_OF_TWO else 1
@@ -172,22 +172,15 @@ def _curve(axes: Any, panel: Panel, curves: Curves, index: int, of: int) -> Any:
 
 def _finish(axes: Any, panel: Panel, runs: Sequence[Curves]) -> None:
     """Scale, title, grid and limits of a panel."""
-    from matplotlib.ticker import (
-        EngFormatter,
-        FuncFormatter,
-        LogLocator,
-        MaxNLocator,
-        NullFormatter,
-        StrMethodFormatter,
-    )
+    from matplotlib import ticker  # noqa: PLC0415
 
     axes.set_title(panel.title, loc="left", fontsize=11, fontweight="bold", color=INK)
     axes.set_xlabel("step", fontsize=9, color=INK)
     axes.grid(color=GRID, linewidth=0.7)
     axes.set_axisbelow(True)
     axes.tick_params(labelsize=9, colors=INK, length=3)
-    axes.xaxis.set_major_locator(MaxNLocator(nbins=6, integer=True, steps=[1, 2, 5, 10]))
-    axes.xaxis.set_major_formatter(EngFormatter(sep=""))
+    axes.xaxis.set_major_locator(ticker.MaxNLocator(nbins=6, integer=True, steps=[1, 2, 5, 10]))
+    axes.xaxis.set_major_formatter(ticker.EngFormatter(sep=""))
     first, last = _extent(runs)
     margin = max(0.02 * (last - first), 0.5)
     axes.set_xlim(first - margin, last + margin)  # the same in all panels
@@ -200,16 +193,16 @@ def _finish(axes: Any, panel: Panel, runs: Sequence[Curves]) -> None:
         axes.text(0.5, 0.5, "none", transform=axes.transAxes, ha="center", va="center", color="#888888")
     elif panel.scale == "log" and (shown > 0).any():
         axes.set_yscale("log", nonpositive="mask")
-        axes.yaxis.set_major_locator(LogLocator(subs=(1, 2, 5)))
-        axes.yaxis.set_major_formatter(StrMethodFormatter("{x:g}"))
-        axes.yaxis.set_minor_formatter(NullFormatter())
+        axes.yaxis.set_major_locator(ticker.LogLocator(subs=(1, 2, 5)))
+        axes.yaxis.set_major_formatter(ticker.StrMethodFormatter("{x:g}"))
+        axes.yaxis.set_minor_formatter(ticker.NullFormatter())
     elif panel.key == "tokens_per_second":
         axes.set_ylim(0, 1.08 * max(shown.max(), 1))
-        axes.yaxis.set_major_formatter(EngFormatter(sep=""))
+        axes.yaxis.set_major_formatter(ticker.EngFormatter(sep=""))
     elif panel.key == "learning_rate":
         unit = 10.0 ** np.floor(np.log10(shown.max() or 1.0))
         axes.set_title(f"learning rate / {unit:.0e}", loc="left", fontsize=11, fontweight="bold", color=INK)
-        axes.yaxis.set_major_formatter(FuncFormatter(lambda rate, _: f"{rate / unit:g}"))
+        axes.yaxis.set_major_formatter(ticker.FuncFormatter(lambda rate, _: f"{rate / unit:g}"))
 
 
 def _extent(runs: Sequence[Curves]) -> tuple[float, float]:

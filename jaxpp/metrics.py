@@ -102,7 +102,8 @@ class _Bar:
         each = (time.monotonic() - start) / max(1, self._done - first)
         left = f"{timedelta(seconds=round(each * (self._steps - self._done)))} left" if self._done > first else ""
         words = Text(f"  {self._done}/{self._steps}  loss {self._loss:.3f}  {left}", no_wrap=True)
-        return Text.assemble(("━" * full, "green"), ("━" * (BAR - full), "bright_black"), words)
+        done, todo = "━─" if "utf" in (sys.stdout.encoding or "").lower() else "=-"
+        return Text.assemble((done * full, "green"), (todo * (BAR - full), "bright_black"), words)
 
 
 class _Events:
@@ -113,14 +114,14 @@ class _Events:
     """
 
     def __init__(self, folder: Path, records: Iterable[dict[str, Any]]) -> None:
-        # Only runs that ask for it wait for this import.
-        from tensorboardX import FileWriter
-        from tensorboardX.proto.summary_pb2 import Summary  # pyright: ignore[reportMissingImports]
+        # Only runs that ask for it wait for these imports.
+        from tensorboardX import FileWriter  # noqa: PLC0415
+        from tensorboardX.proto import summary_pb2  # noqa: PLC0415
 
         for old in folder.glob("events.out.tfevents.*"):
             old.unlink()
         folder.mkdir(parents=True, exist_ok=True)
-        self._summary = Summary
+        self._summary = summary_pb2.Summary  # pyright: ignore[reportAttributeAccessIssue]
         self._writer = FileWriter(str(folder), flush_secs=FLUSH_SECONDS)
         for record in records:
             self.write(record)

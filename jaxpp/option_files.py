@@ -5,7 +5,7 @@ import re
 import tomllib
 from collections.abc import Callable, Mapping
 from pathlib import Path
-from typing import Any
+from typing import Any, ClassVar
 
 import yaml
 
@@ -14,7 +14,7 @@ class _Loader(yaml.SafeLoader):
     """The safe loader with the scalars of YAML 1.2, as most expect them: 1e-3 is a number; on, 3:5 and 2026-01-01 are
     words."""
 
-    yaml_implicit_resolvers: dict = {}  # noqa: RUF012: PyYAML's name and form
+    yaml_implicit_resolvers: ClassVar[dict] = {}
 
 
 for _tag, _pattern, _first in (
@@ -40,8 +40,8 @@ READERS: dict[str, Callable[[str], Any]] = {".toml": tomllib.loads, ".yaml": _ya
 def read(path: str) -> dict[str, Any]:
     """The options of a file, by their names with underscores; those that are null are left out.
 
-    path: of a TOML or YAML file, by its suffix. Raises ValueError, naming the file, where it cannot be read, is neither,
-    is malformed, is no table of names, or has a name twice.
+    path: of a TOML or YAML file, by its suffix. Raises ValueError, naming the file, where it cannot be read, is neither
+    of them, is malformed, is no table of names, or has a name twice.
     """
     reader = READERS.get(Path(path).suffix)
     if reader is None:

@@ -66,10 +66,13 @@ class Trace:
         jax.profiler.stop_trace()
         self.running = False
         for path in self.folder.glob("**/*.trace.json.gz"):
+            named = path.with_name("perfetto_trace.json.gz")
+            if named.exists():  # of an earlier run
+                continue
             with gzip.open(path, "rt") as file:
                 found = json.load(file)
             name_slots(found["traceEvents"], slot_names(compiled()))
-            with gzip.open(path.with_name("perfetto_trace.json.gz"), "wt", compresslevel=5) as file:
+            with gzip.open(named, "wt", compresslevel=5) as file:
                 json.dump(found, file)
 
 

@@ -88,7 +88,7 @@ def test_the_slots_are_named_in_the_compiled_step() -> None:
 def test_names_are_put_before_those_of_a_module() -> None:
     text = (
         "HloModule jit_step, is_scheduled=true\n"
-        '  %fusion.3 = f32[2]{0} fusion(%a), metadata={op_name="jit(step)/while/backward_slot/cond/head/dot" stack_frame_id=1}\n'
+        '  %fusion.3 = f32[2]{0} fusion(%a), metadata={op_name="jit(step)/backward_slot/cond/head/dot" source_line=1}\n'
         '  ROOT %add.1 = f32[2]{0} add(%a, %b), metadata={op_name="jit(step)/ahead/add"}\n'
     )
     names = profile.slot_names(text)
