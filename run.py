@@ -5,6 +5,7 @@
     python run.py tokenize [options]    write text files as one token file
     python run.py generate [options]    continue a prompt
     python run.py export [options]      write a Hugging Face folder
+    python run.py plot RUNS... [options]    draw the curves of runs
 
 Options: python run.py COMMAND --help
 """
@@ -26,11 +27,11 @@ import jax
 import numpy as np
 
 import models
-from jaxpp import checkpoint, mesh, metrics, partition, plan, tokenize, tokenizer, train
+from jaxpp import checkpoint, curves, mesh, metrics, option_files, partition, plan, tokenize, tokenizer, train
 from jaxpp import config as options
 from jaxpp.config import Config, ExportConfig, GenerateConfig, PlanConfig
 from jaxpp.options import check_ranges, parse
-from models import hf
+from models import flops, hf
 from models.attention import kernel
 from models.generate import Sampling, generate
 
@@ -108,7 +109,13 @@ def run_train(config: Config) -> None:
     check_split(config, model, sizes)
     grid = mesh.make_mesh(sizes.pipe, sizes.data, sizes.expert, sizes.context, sizes.tensor)
     run = train.make_run(
-        config, sizes, grid, model.layers, loss=models.training_loss(model), model=models.to_json(model)
+        config,
+        sizes,
+        grid,
+        model.layers,
+        loss=models.training_loss(model),
+        model=models.to_json(model),
+        flops_per_token=flops.per_token(model, sizes.length),
     )
     where = config.tokenizer or tokenizer_in(config.init_from)
     train_tokens, validation_tokens, corpus = train.load_corpus(config, model.vocab_size, where)
@@ -118,7 +125,8 @@ def run_train(config: Config) -> None:
         hf.check_source(source, train.placed_spec(run, build))
     found = train.find_checkpoint(run)
     stop = on_sigterm() if config.save else lambda: False
-    with metrics.Log(config.output_dir, config.num_iteration, found.step if found else 0) as log:
+    with metrics.Log(config.output_dir, config.num_iteration, found.step if found else 0, config.tensorboard) as log:
+        write_options(config, sizes, log.path.with_name("config.toml"))
         if config.load:
             log.say(f"going on from {found.path}" if found else f"{config.load} has no checkpoint yet: starting anew")
         log.say(describe(run, model, corpus, train.parameter_count(train.placed_spec(run, build))))
@@ -131,6 +139,14 @@ def run_train(config: Config) -> None:
         if config.save:
             log.say(f"checkpoints are in {config.save}")
         log.say(f"metrics are in {log.path}")
+
+
+def write_options(config: Config, sizes: options.Sizes, path: Path) -> None:
+    """Write the options as they were resolved; --config with this file repeats the run."""
+    found = dataclasses.asdict(options.resolved(config, sizes))
+    if not (config.init_from or config.llmc_filepath):
+        found["model"] = config.model or DEFAULT_MODEL
+    path.write_text("# python run.py --config THIS_FILE\n" + option_files.to_toml(found), encoding="utf-8")
 
 
 def on_sigterm() -> Callable[[], bool]:
@@ -248,6 +264,7 @@ COMMANDS = {
     "tokenize": Command(tokenize.TokenizeConfig, tokenize.run),
     "generate": Command(GenerateConfig, run_generate),
     "export": Command(ExportConfig, run_export),
+    "plot": Command(curves.PlotConfig, curves.run),
 }
 
 

@@ -3,12 +3,13 @@
 Every refusal is a ValueError of one line that names the option, its value, the rule and a value that would work.
 """
 
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from math import prod
 
 from jaxpp.mesh import AXES
 from jaxpp.options import check_ranges, nearest, option
 from jaxpp.precision import DTYPES, parse_dtype
+from jaxpp.profile import parse_span
 from jaxpp.remat import check_remat
 from jaxpp.schedules import SCHEDULES
 
@@ -78,7 +79,9 @@ class Config:
     save_interval: int = option(0, "steps between checkpoints, 0: only at the end", int, least=0)
     max_checkpoint_keep: int = option(3, "how many of the newest checkpoints stay", int, least=1)
     load: str | None = option(None, "go on from the newest whole checkpoint of this folder")
-    output_dir: str = option("output", "folder for metrics.jsonl")
+    output_dir: str = option("output", "folder for metrics.jsonl, config.toml, tensorboard and profile")
+    tensorboard: bool = option(False, "write the metrics for TensorBoard too", bool)
+    profile: str | None = option(None, "trace the steps START to STOP - 1, given as START:STOP")
     emulate_devices: int | None = option(
         None, "run on the CPU as this many devices a process (default without GPUs)", int, least=1, most=1024
     )
@@ -177,6 +180,8 @@ def check(config: Config, layers: int, positions: int) -> None:
     check_ranges(config)
     if config.save_interval and config.save is None:
         raise ValueError(f"save_interval={config.save_interval} needs a folder: give --save FOLDER")
+    if config.profile is not None:
+        parse_span(config.profile, config.num_iteration)
     if not 0 <= config.dropout < 1:
         raise ValueError(f"dropout={config.dropout} must be in [0, 1), for example --dropout 0.1")
     if config.schedule is not None and config.schedule not in SCHEDULES:
@@ -265,3 +270,15 @@ def sizes(config: Config, layers: int, positions: int, gpus: int = 0) -> Sizes:
             f" {MOST_MICROBATCHES * rows * length}"
         )
     return Sizes(pipe, data, microbatches, rows, length, **others)
+
+
+def resolved(config: Config, sizes: Sizes) -> Config:
+    """The options with those filled in that were left to the model or the devices: what repeats a run elsewhere."""
+    return replace(
+        config,
+        schedule=config.schedule_name,
+        pipeline_parallel=sizes.pipe,
+        data_parallel=sizes.data,
+        sequence_length=sizes.length,
+        total_batch_size=sizes.tokens,
+    )

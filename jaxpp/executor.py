@@ -288,6 +288,7 @@ def _evaluate(
         f = jax.tree.map(lambda a: a[0], row[0])
         c, m = f["chunk"], f["microbatch"]
 
+        @jax.named_scope("forward_slot")
         def run(total: jax.Array) -> tuple[jax.Array, Tree]:
             out = slots.plain_forward(ctx, c, m, slots.chunk_input(ctx, shapes, f, m, arrived))
             outer, microbatch = ctx.outer, slots.at(ctx.batch, m)

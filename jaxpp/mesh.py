@@ -81,7 +81,9 @@ def join_processes(address: str | None, processes: int | None, index: int | None
         )
     except (RuntimeError, ValueError) as error:
         reason = str(error).splitlines()[0]
-        raise ValueError(f"the {started(processes)} processes did not meet at {address or 'their host'}: {reason}") from None
+        raise ValueError(
+            f"the {started(processes)} processes did not meet at {address or 'their host'}: {reason}"
+        ) from None
     return True
 
 

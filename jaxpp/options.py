@@ -4,13 +4,16 @@ Every refusal is a ValueError of one line that names the option, its value, the 
 """
 
 import argparse
+import json
 import math
 from collections.abc import Mapping, Sequence
 from dataclasses import MISSING, Field, field, fields
 from difflib import get_close_matches
 from typing import Any, NoReturn
 
-_KINDS = {int: "a whole number", float: "a number", str: "a word"}
+from jaxpp import option_files
+
+_KINDS = {int: "a whole number", float: "a number", str: "a word", bool: "true or false"}
 
 
 def option(
@@ -21,15 +24,16 @@ def option(
     least: float | None = None,
     most: float | None = None,
     many: bool = False,
+    positional: bool = False,
 ) -> Any:
     """A dataclass field that is a command line option.
 
     Args: default, None where it is resolved later; text, for --help; type, str, int, float or bool (a flag); choices,
     the allowed words; least and most, the allowed range, checked by `check_ranges`; many, one or more values, which
-    come as a tuple.
+    come as a tuple; positional, such values are given without the option's name.
     """
     metadata = {"help": text, "type": type, "choices": choices, "least": least, "most": most, "many": many}
-    return field(default=default, metadata=metadata)
+    return field(default=default, metadata=metadata | {"positional": positional})
 
 
 def nearest(name: str, known: Sequence[str] | Mapping[str, Any]) -> str:
@@ -49,9 +53,11 @@ def parse(arguments: Sequence[str], commands: Mapping[str, type], prog: str = "r
     """Parse a command line.
 
     Args: arguments, without the program's name; commands, the options' class of each command. The command stands first;
-    the first of `commands` is meant where none does.
+    the first of `commands` is meant where none does. --config FILE of any command gives options in a file, over which
+    those of the command line win.
     Returns: the command, and an instance of its class.
-    Raises ValueError for an unknown command or option (with the nearest), a malformed value, or one that is no choice.
+    Raises ValueError for an unknown command or option (with the nearest), a malformed value, one that is no choice, and
+    for a file that holds such or cannot be read.
     """
     command, rest = next(iter(commands)), list(arguments)
     if rest and not rest[0].startswith("-"):
@@ -62,19 +68,55 @@ def parse(arguments: Sequence[str], commands: Mapping[str, type], prog: str = "r
     parser = _Parser(prog=f"{prog} {command}", allow_abbrev=False, description=(made.__doc__ or "").split("\n")[0])
     if command == next(iter(commands)):
         parser.epilog = f"Other commands: {', '.join(list(commands)[1:])}; see {prog} COMMAND --help."
+    parser.add_argument("--config", metavar="FILE", help="TOML or YAML file of options; the command line wins")
     for each in fields(made):
         _add(parser, each)
-    found, unknown = parser.parse_known_args(rest)
+    found, unknown = parser.parse_known_intermixed_args(rest)
     for word in unknown:
         near = get_close_matches(word.split("=")[0].replace("-", "_").replace("__", "--", 1), _words(made), n=1)
         hint = f", did you mean {near[0]}?" if near else " (see --help)"
         raise ValueError(f"{word} is not an option of {command}{hint}")
-    values = {each.name: getattr(found, each.name) for each in fields(made) if getattr(found, each.name) is not None}
-    return command, made(**{name: _value(made, name, value) for name, value in values.items()})
+    values = {each.name: getattr(found, each.name) for each in fields(made)}
+    values = {name: _value(made, name, value) for name, value in values.items() if value not in (None, [])}
+    return command, made(**({} if found.config is None else _of_file(made, command, found.config)) | values)
+
+
+def _of_file(made: type, command: str, path: str) -> dict[str, Any]:
+    """The options in a file, each of its field's type. Raises ValueError, naming the file."""
+    found, known = option_files.read(path), {each.name: each for each in fields(made)}
+    for name in found:
+        if name not in known:
+            near = nearest(name, known) or " (see --help)"
+            raise ValueError(f"config={path!r}: {name} is not an option of {command}{near}")
+    try:
+        return {name: _typed(known[name], value) for name, value in found.items()}
+    except ValueError as error:
+        raise ValueError(f"config={path!r}: {error}") from None
+
+
+def _typed(each: Field, value: Any) -> Any:
+    """A file's value as the option's type; a whole number may stand where a number is asked for."""
+    if each.metadata["many"]:
+        if not isinstance(value, list):
+            raise ValueError(f"{each.name}={value!r} is not a list, for example [{json.dumps(str(value))}]")
+        return tuple(_of_type(each, item) for item in value)
+    return _of_type(each, value)
+
+
+def _of_type(each: Field, value: Any) -> Any:
+    kind = each.metadata["type"]
+    if type(value) is not kind and not (kind is float and type(value) is int):
+        raise ValueError(f"{each.name}={value!r} is not {_KINDS[kind]}{_such_as(each)}")
+    return _convert(each, value)
+
+
+def _such_as(each: Field) -> str:
+    example = _example(each)
+    return f", for example {each.name} = {json.dumps(example)}" if isinstance(example, each.metadata["type"]) else ""
 
 
 def _words(made: type) -> list[str]:
-    return [f"--{each.name}" for each in fields(made)]
+    return ["--config", *(f"--{each.name}" for each in fields(made) if not each.metadata["positional"])]
 
 
 def _add(parser: argparse.ArgumentParser, each: Field) -> None:
@@ -83,8 +125,10 @@ def _add(parser: argparse.ArgumentParser, each: Field) -> None:
     assert each.default is not MISSING
     shown = "" if each.default is None or data["type"] is bool else f" (default: {each.default})"
     text = (data["help"] + shown).replace("%", "%%")
-    if data["type"] is bool:
-        parser.add_argument(*names, action="store_true", default=None, help=text)
+    if data["positional"]:
+        parser.add_argument(each.name, help=text, metavar=each.name.upper(), nargs="*")
+    elif data["type"] is bool:  # also --no-, for what a file says
+        parser.add_argument(*names, action=argparse.BooleanOptionalAction, default=None, help=text)
     else:
         metavar = "{" + ",".join(data["choices"]) + "}" if data["choices"] else data["type"].__name__.upper()
         parser.add_argument(*names, help=text, metavar=metavar, nargs="+" if data["many"] else None)

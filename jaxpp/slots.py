@@ -87,6 +87,7 @@ class Context(NamedTuple):
         # Parts of a sequence draw each for itself; with one part the draw is that of no parts.
         return jax.random.fold_in(key, jax.lax.axis_index(CONTEXT)) if mesh.shape[CONTEXT] > 1 else key
 
+    @jax.named_scope("embed")
     def embed(self, m: jax.Array, embed: Any) -> Tree:
         return _embed(self.pipeline, embed, at(self.batch, m), self.layer_key(m, -1))
 
@@ -250,6 +251,7 @@ def chunk_input(ctx: Context, shapes: Shapes, f: dict, m: jax.Array, arrived: Tr
     )
 
 
+@jax.named_scope("forward_slot")
 def forward_slot(ctx: Context, shapes: Shapes, f: dict, carry: dict) -> tuple[Tree, Tree, Tree]:
     """F: run a chunk forward, keep its residuals in the ring. Returns ring, outputs, and what is sent."""
     full = ctx.pipeline.remat == "full"
@@ -282,6 +284,7 @@ def plain_forward(ctx: Context, c: jax.Array, m: jax.Array, stream: Tree) -> Tre
     return stream
 
 
+@jax.named_scope("backward_slot")
 def backward_slot(ctx: Context, shapes: Shapes, b: dict, carry: dict) -> tuple[list, dict, dict, Tree]:
     """B: a chunk's backward; on the last chunk also head and loss, on the first also the embedding.
 
@@ -313,6 +316,7 @@ def backward_slot(ctx: Context, shapes: Shapes, b: dict, carry: dict) -> tuple[l
     return sharding.cond(c != IDLE, run, idle, carry["blocks"], carry["outer"], carry["losses"], carry)
 
 
+@jax.named_scope("head")
 def _head_backward(ctx: Context, m: jax.Array, outer: dict, losses: dict, out: Tree) -> tuple[dict, dict, Tree]:
     """Loss and metrics of a microbatch and the loss's gradients, from the last chunk's output."""
     microbatch, count = at(ctx.batch, m), jnp.maximum(ctx.count, 1.0)
@@ -327,6 +331,7 @@ def _head_backward(ctx: Context, m: jax.Array, outer: dict, losses: dict, out: T
     return outer, {"loss": losses["loss"].at[m].set(value), "metrics": sums}, cotangent
 
 
+@jax.named_scope("embed")
 def _embed_backward(ctx: Context, m: jax.Array, outer: dict, cotangent: Tree) -> dict:
     """Gradients of the embedding from the first chunk's cotangent; the lookup is run again."""
     _, vjp = jax.vjp(partial(ctx.embed, m), ctx.outer["embed"])

@@ -16,13 +16,14 @@ import numpy as np
 import optax
 from jax.sharding import Mesh, NamedSharding, PartitionSpec
 
-from jaxpp import checkpoint, data, executor, optim, partition, precision, schedules, tokenize, tokenizer, wire
+from jaxpp import checkpoint, data, devices, executor, optim, partition, precision, schedules, tokenize, tokenizer, wire
 from jaxpp.config import Config, Sizes
 from jaxpp.executor import Pipeline
 from jaxpp.losses import token_loss
 from jaxpp.mesh import CONTEXT, ROWS
 from jaxpp.metrics import Log
 from jaxpp.partition import Placed
+from jaxpp.profile import Trace, parse_span
 
 Tree = Any
 VALIDATION_BATCHES = 8
@@ -43,7 +44,8 @@ class State(NamedTuple):
 class Run:
     """Everything of a run that does not change: the options, the sizes, the mesh and what is built from them.
 
-    loss: see `executor.value_and_grad`. model: the model as JSON, for checkpoints.
+    loss: see `executor.value_and_grad`. model: the model as JSON, for checkpoints. flops_per_token: that the model
+    needs, forward and backward (0: not known).
     """
 
     config: Config
@@ -52,6 +54,7 @@ class Run:
     layout: partition.Layout
     loss: Callable = token_loss
     model: dict[str, Any] = field(default_factory=dict)
+    flops_per_token: int = 0
 
     @property
     def pipeline(self) -> Pipeline:
@@ -291,13 +294,25 @@ def train(run: Run, build: Build, corpus: tuple[np.ndarray, np.ndarray], log: Lo
     wire.self_test(run.mesh, run.pipeline.wire)
     state, step, evaluate = initial_state(run, build, hooks.read, hooks.found), make_step(run), make_eval(run)
     report = _reporter(run, log)
+    span = parse_span(config.profile, config.num_iteration) if config.profile else range(0)
+    trace = Trace(span, log.path.with_name("profile"))
     for i in range(hooks.found.step if hooks.found else 0, config.num_iteration):
-        state, metrics = step(state, put_batch(run, batches.at(i)))
+        if trace.starts(i + 1):
+            report(None, None, flush=True)
+            trace.start(state)
+            report(None, None, flush=True)  # what that took is no step's time
+        with jax.profiler.StepTraceAnnotation("train", step_num=i + 1):
+            batch = put_batch(run, batches.at(i))
+            state, metrics = step(state, batch)
         last, stopping = i + 1 == config.num_iteration, hooks.stop()
         due = lambda every, i=i, last=last: last or (every > 0 and (i + 1) % every == 0)
         validate, sampling = due(config.val_loss_every), due(config.sample_every)
         saving = saver is not None and (due(config.save_interval) or stopping)
-        report(i + 1, metrics, flush=validate or sampling or saving)
+        tracing = trace.ends(i + 1, stopping)
+        report(i + 1, metrics, flush=validate or sampling or saving or tracing)
+        if tracing:
+            trace.stop(state, step.lower(state, batch).compile().as_text)
+            log.say(f"the trace is in {trace.folder}")
         if saver is not None and saving:
             saver.save(i + 1, (state.params, state.opt_state, state.step), describe_run(run))
         if stopping:
@@ -309,7 +324,7 @@ def train(run: Run, build: Build, corpus: tuple[np.ndarray, np.ndarray], log: Lo
             log.say(f"step {i + 1}  validation loss {value:.4f}")
         if sampling:
             hooks.sample(state.params)
-        if validate or sampling or saving:
+        if validate or sampling or saving or tracing:
             report(None, None, flush=True)
     report(None, None, flush=True)
     if saver is not None:
@@ -320,7 +335,7 @@ def train(run: Run, build: Build, corpus: tuple[np.ndarray, np.ndarray], log: Lo
 def _reporter(run: Run, log: Log) -> Callable:
     """Log each step once its numbers are there: those of step i while step i+1 runs, or at once when flushing."""
     waiting: list[tuple[int, dict]] = []
-    clock = [time.perf_counter()]
+    clock, used = [time.perf_counter()], run.mesh.devices.ravel().tolist()
 
     def report(step: int | None, metrics: dict | None, flush: bool) -> None:
         if step is not None and metrics is not None:
@@ -331,7 +346,8 @@ def _reporter(run: Run, log: Log) -> Callable:
             now = time.perf_counter()
             seconds, clock[0] = now - clock[0], now
             speed = {"tokens_per_second": run.sizes.tokens / seconds, "step_seconds": seconds}
-            log.step({"step": number, **found, **speed})
+            told = devices.figures(used, run.flops_per_token * speed["tokens_per_second"])
+            log.step({"step": number, **found, **speed, **told})
         if step is None:
             clock[0] = time.perf_counter()  # validation is no step's time
 

@@ -60,6 +60,7 @@ def check(spec: Tree, payload: Tree, stage: str, dtypes: bool = True) -> None:
             raise ValueError(f"stage {stage} must send {expected} as tensor {i}, got {found}")
 
 
+@jax.named_scope("forward_wire")
 def forward_send(wire: Wire, spec: Tree, payload: Tree, stage: str = "forward") -> Tree:
     """Send a payload to the next rank.
 
@@ -71,6 +72,7 @@ def forward_send(wire: Wire, spec: Tree, payload: Tree, stage: str = "forward") 
     return jax.tree.map(lambda a: _permute(wire, _cast(a, wire.dtype), +1), payload)
 
 
+@jax.named_scope("backward_wire")
 def backward_send(wire: Wire, spec: Tree, cotangents: Tree, stage: str = "backward") -> Tree:
     """Send the cotangents of a received payload to the previous rank, which sent it.
 

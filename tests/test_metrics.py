@@ -1,9 +1,11 @@
 """The log: lines on the terminal or the bar, and metrics.jsonl."""
 
 import json
+import struct
 import sys
 
 import pytest
+from tensorboardX.proto.event_pb2 import Event
 
 from jaxpp.metrics import Log
 
@@ -66,3 +68,69 @@ def test_unwritable_folder(tmp_path, place):
     (tmp_path / "folder" / "metrics.jsonl").mkdir(parents=True)
     with pytest.raises(ValueError, match=r"^output_dir='.*' cannot be written \(.+\): use another$"):
         Log(str(tmp_path / place), 1)
+
+
+def events(folder) -> list[tuple[int, dict[str, float]]]:
+    """(step, scalars) of each event in all files of a folder, read as TFRecords (length, its CRC, data, its CRC)."""
+    found = []
+    for path in sorted(folder.glob("events.out.tfevents.*")):
+        content, at = path.read_bytes(), 0
+        while at < len(content):
+            (length,) = struct.unpack_from("<Q", content, at)
+            event = Event.FromString(content[at + 12 : at + 12 + length])
+            found.append((event.step, {value.tag: value.simple_value for value in event.summary.value}))
+            at += 12 + length + 4
+        assert at == len(content)
+    return [(step, scalars) for step, scalars in found if scalars]
+
+
+def test_tensorboard_has_the_scalars_of_every_record(tmp_path):
+    with Log(str(tmp_path), 8, tensorboard=True) as log:
+        log.step(RECORD | {"expert_load": [0.25, 0.75], "mfu": 0.5})
+        log.write({"step": 7, "val_loss": 2.5})
+        log.step(RECORD | {"step": 8, "loss": float("nan")})
+    (seven, first), validation, (eight, last) = events(tmp_path / "tensorboard")
+    assert (seven, eight) == (7, 8)
+    want = {name: value for name, value in RECORD.items() if name != "step"}
+    want |= {"expert_load/0": 0.25, "expert_load/1": 0.75, "mfu": 0.5}
+    assert first == pytest.approx(want, rel=1e-7)  # float32
+    assert validation == (7, {"val_loss": 2.5})
+    assert last["loss"] != last["loss"]
+
+
+@pytest.mark.parametrize("before", [True, False], ids=["with TensorBoard", "without"])
+def test_a_run_that_goes_on_has_each_step_once(tmp_path, before):
+    """Also those between the checkpoint and the kill, and also where the kill came before the events were written."""
+    with Log(str(tmp_path), 9, tensorboard=before) as log:
+        for step in (1, 2, 3, 4):
+            log.write({"step": step, "loss": float(step)})
+    with Log(str(tmp_path), 9, done=2, tensorboard=True) as log:
+        for step in (3, 4, 5):
+            log.write({"step": step, "loss": 10.0 * step})
+    want = [(1, 1.0), (2, 2.0), (3, 30.0), (4, 40.0), (5, 50.0)]
+    assert [(step, scalars["loss"]) for step, scalars in events(tmp_path / "tensorboard")] == want
+    assert [(line["step"], line["loss"]) for line in lines(tmp_path)] == want
+
+
+def test_a_new_run_replaces_the_events_alone(tmp_path):
+    folder = tmp_path / "tensorboard"
+    folder.mkdir()
+    (folder / "note.txt").write_text("mine")
+    for value in (1.0, 2.0):
+        with Log(str(tmp_path), 1, tensorboard=True) as log:
+            log.write({"step": 1, "val_loss": value})
+    assert events(folder) == [(1, {"val_loss": 2.0})]
+    assert (folder / "note.txt").read_text() == "mine"
+
+
+def test_without_tensorboard_there_is_no_folder(tmp_path):
+    with Log(str(tmp_path), 1) as log:
+        log.write({"step": 1, "val_loss": 1.0})
+    assert [path.name for path in tmp_path.iterdir()] == ["metrics.jsonl"]
+
+
+def test_mfu_is_said_where_it_is_known(tmp_path, capsys):
+    with Log(str(tmp_path), 9) as log:
+        log.step(RECORD | {"mfu": 0.4123, "peak_bytes_in_use": 2**30})
+    assert capsys.readouterr().out.endswith("  26 ms  mfu 41.2%\n")
+    assert lines(tmp_path) == [RECORD | {"mfu": 0.4123, "peak_bytes_in_use": 2**30}]
