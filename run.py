@@ -25,6 +25,7 @@ from typing import Any, NamedTuple
 
 import jax
 import numpy as np
+from jax.experimental import multihost_utils
 
 import models
 from jaxpp import checkpoint, curves, mesh, metrics, option_files, partition, plan, tokenize, tokenizer, train
@@ -124,9 +125,11 @@ def run_train(config: Config) -> None:
     if source:
         hf.check_source(source, train.placed_spec(run, build))
     found = train.find_checkpoint(run)
-    stop = on_sigterm() if config.save else lambda: False
-    with metrics.Log(config.output_dir, config.num_iteration, found.step if found else 0, config.tensorboard) as log:
-        write_options(config, sizes, log.path.with_name("config.toml"))
+    stop = on_sigterm() if config.save else lambda step: False
+    done, quiet = found.step if found else 0, jax.process_index() > 0
+    with metrics.Log(config.output_dir, config.num_iteration, done, config.tensorboard, quiet) as log:
+        if not quiet:
+            write_options(config, sizes, log.path.with_name("config.toml"))
         if config.load:
             log.say(f"going on from {found.path}" if found else f"{config.load} has no checkpoint yet: starting anew")
         log.say(describe(run, model, corpus, train.parameter_count(train.placed_spec(run, build))))
@@ -149,11 +152,13 @@ def write_options(config: Config, sizes: options.Sizes, path: Path) -> None:
     path.write_text("# python run.py --config THIS_FILE\n" + option_files.to_toml(found), encoding="utf-8")
 
 
-def on_sigterm() -> Callable[[], bool]:
-    """From now on SIGTERM is only noted; returns whether it has come."""
+def on_sigterm() -> Callable[[int], bool]:
+    """From now on SIGTERM is only noted; returns a function of the step: whether it has come, to any process."""
+    if jax.process_count() > 1:  # they must stop after the same step, which JAX agrees on
+        return multihost_utils.reached_preemption_sync_point
     came = threading.Event()
     signal.signal(signal.SIGTERM, lambda *_: came.set())
-    return came.is_set
+    return lambda step: came.is_set()
 
 
 def tokenizer_in(folder: str | None) -> str | None:
@@ -167,7 +172,8 @@ def sampler(
     """A function that says how the model goes on after the validation text's beginning."""
     prompt = tokens[: run.sizes.length // 2]
     key = jax.random.key(run.config.seed)
-    count = min(SAMPLE_TOKENS, positions - len(prompt))
+    # Between processes each token waits for all layers to come over the network.
+    count = min(SAMPLE_TOKENS // (8 if jax.process_count() > 1 else 1), positions - len(prompt))
 
     def sample(params: partition.Placed) -> None:
         found = generate(params, prompt, count, key, Sampling(), partition.unstack, run.config.dtype, text_of.end)

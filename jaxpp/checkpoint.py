@@ -120,7 +120,7 @@ def write(folder: Path, step: int, arrays: dict, info: dict[str, Any]) -> Path:
     hidden = folder / f".{target.name}.{os.getpid()}"
     shutil.rmtree(hidden, ignore_errors=True)
     hidden.mkdir()
-    saver = ocp.Checkpointer(ocp.PyTreeCheckpointHandler())
+    saver = _checkpointer()
     saver.save(hidden.absolute() / _STATE, args=ocp.args.PyTreeSave(arrays))
     saver.close()
     (hidden / _RUN).write_text(json.dumps(info, indent=2) + "\n")
@@ -132,6 +132,18 @@ def write(folder: Path, step: int, arrays: dict, info: dict[str, Any]) -> Path:
     shutil.rmtree(target, ignore_errors=True)  # of a run that went another way
     os.replace(hidden, target)
     return target
+
+
+def _checkpointer() -> ocp.Checkpointer:
+    """Orbax for this process alone: it would wait for others, which have nothing to write."""
+    me = jax.process_index()
+    if jax.process_count() == 1:
+        return ocp.Checkpointer(ocp.PyTreeCheckpointHandler())
+    alone = ocp.options.MultiprocessingOptions(
+        primary_host=me, active_processes={me}, barrier_sync_key_prefix=f"process-{me}"
+    )
+    handler = ocp.PyTreeCheckpointHandler(multiprocessing_options=alone)
+    return ocp.Checkpointer(handler, multiprocessing_options=alone)
 
 
 def _checksum(path: Path) -> list[int]:
@@ -245,7 +257,7 @@ def _read(found: Found, where: str, names: list[str]) -> dict[str, np.ndarray]:
     for key in reversed(keys):
         item = {key: item}
     args = jax.tree.map(lambda _: ocp.RestoreArgs(restore_type=np.ndarray), item)
-    reader = ocp.Checkpointer(ocp.PyTreeCheckpointHandler())
+    reader = _checkpointer()
     tree = reader.restore(
         found.path.absolute() / _STATE, args=ocp.args.PyTreeRestore(item, restore_args=args, partial_restore=True)
     )

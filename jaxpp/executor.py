@@ -90,11 +90,8 @@ def train_step(
     if workspace is None:
         workspace = new_workspace(pipeline, params, batch, key)
     else:
-        ring, _ = workspace_spec(pipeline, params, batch, key)
-        ranks = count(pipeline.mesh, MANUAL)
-        ring = jax.tree.map(lambda a: jax.ShapeDtypeStruct((ranks, *a.shape), a.dtype), ring)
         try:
-            wire.check(ring, workspace, "workspace")
+            wire.check(workspace_struct(pipeline, params, batch, key), workspace, "workspace")
         except ValueError as error:
             raise ValueError(f"the workspace is of another batch or pipeline: {error}") from None
     tables = (_by_name(pipeline.schedule.forward), _by_name(pipeline.schedule.backward))
@@ -130,8 +127,8 @@ def workspace_spec(pipeline: Pipeline, params: Placed, batch: dict, key: Any = N
     return found[0].ring, found[0].stream
 
 
-def new_workspace(pipeline: Pipeline, params: Placed, batch: dict, key: Any = None) -> Tree:
-    """A ring for `train_step`, zeros [ranks, slots, ...] sharded over the ranks. Arguments may be abstract.
+def workspace_struct(pipeline: Pipeline, params: Placed, batch: dict, key: Any = None) -> Tree:
+    """Shapes and shardings of a ring for `train_step`, [ranks, slots, ...] over the ranks. Arguments may be abstract.
 
     None where layers are split over the tensor axis: the compiler then places the ring itself, inside the step.
     """
@@ -140,8 +137,14 @@ def new_workspace(pipeline: Pipeline, params: Placed, batch: dict, key: Any = No
     ranks = count(pipeline.mesh, MANUAL)
     where = NamedSharding(pipeline.mesh, PartitionSpec(MANUAL))
     ring, _ = workspace_spec(pipeline, params, batch, key)
-    make = lambda: jax.tree.map(lambda a: jnp.zeros((ranks, *a.shape), a.dtype), ring)
-    return jax.jit(make, out_shardings=jax.tree.map(lambda _: where, ring))()
+    return jax.tree.map(lambda a: jax.ShapeDtypeStruct((ranks, *a.shape), a.dtype, sharding=where), ring)
+
+
+def new_workspace(pipeline: Pipeline, params: Placed, batch: dict, key: Any = None) -> Tree:
+    """A ring of zeros, see `workspace_struct`."""
+    spec = workspace_struct(pipeline, params, batch, key)
+    make = lambda: jax.tree.map(lambda a: jnp.zeros(a.shape, a.dtype), spec)
+    return jax.jit(make, out_shardings=jax.tree.map(lambda a: a.sharding, spec))()
 
 
 def _rest(pipeline: Pipeline, params: Placed) -> Placed:

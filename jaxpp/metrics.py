@@ -1,6 +1,7 @@
 """What a run says: lines on the terminal, a progress bar where it is one, metrics.jsonl and TensorBoard's events."""
 
 import json
+import os
 import sys
 import time
 from collections.abc import Iterable
@@ -20,23 +21,25 @@ class Log:
     """Writes a run's lines and its metrics file; a context manager, so that the files and the bar are closed.
 
     Args: folder, made if missing; steps, of the bar; done, the steps that a run goes on after: their lines are kept;
-    tensorboard, whether all that is written also becomes events in the folder's `tensorboard`.
+    tensorboard, whether all that is written also becomes events in the folder's `tensorboard`; quiet, write nothing at
+    all, as all but the first of several processes.
     Raises ValueError where the folder cannot be made.
     """
 
-    def __init__(self, folder: str, steps: int, done: int = 0, tensorboard: bool = False) -> None:
+    def __init__(self, folder: str, steps: int, done: int = 0, tensorboard: bool = False, quiet: bool = False) -> None:
+        self._quiet, tensorboard = quiet, tensorboard and not quiet
         try:
             Path(folder).mkdir(parents=True, exist_ok=True)
             self.path = Path(folder) / "metrics.jsonl"
             kept = _lines_until(self.path, done) if done and self.path.exists() else []
-            self._file = self.path.open("w")
+            self._file = (Path(os.devnull) if quiet else self.path).open("w")
             self._file.writelines(kept)
             self._file.flush()
             self._events = _Events(Path(folder) / "tensorboard", map(json.loads, kept)) if tensorboard else None
         except OSError as error:
             raise ValueError(f"output_dir={folder!r} cannot be written ({error.strerror}): use another") from None
         self._bar = _Bar(steps)
-        self._live = Live(self._bar, console=Console()) if sys.stdout.isatty() else None
+        self._live = Live(self._bar, console=Console()) if sys.stdout.isatty() and not quiet else None
         self._width = len(str(steps))
 
     def __enter__(self) -> "Log":
@@ -55,7 +58,7 @@ class Log:
         """Print a line."""
         if self._live:
             self._live.console.print(text, markup=False, highlight=False, soft_wrap=True)
-        else:
+        elif not self._quiet:
             print(text, flush=True)
 
     def write(self, record: dict[str, Any]) -> None:

@@ -195,8 +195,8 @@ def rest(placed: Placed, mesh: Any, zero_stage: int = 0) -> Placed:
         base = PartitionSpec(*axes)
         taken = {EXPERT} & set(axes)
         split = PartitionSpec(*_split(axes, a.shape, tuple(x for x in REPLICAS if x not in taken), mesh))
-        by_stage = [split if zero_stage >= stage else base for stage in (3, 2, 1)]
-        return Rest(tuple(a.shape), names, *by_stage, outer)
+        param, grad, moment = (split if zero_stage >= stage else base for stage in (3, 2, 1))
+        return Rest(tuple(a.shape), names, param, grad, moment, outer)
 
     map_ = lambda tree, outer: jax.tree.map(partial(one, outer=outer), tree, sharding.names_of(tree))
     return Placed(map_(placed.embed, True), map_(placed.blocks, False), map_(placed.head, True), placed.layout)
@@ -208,11 +208,12 @@ def _split(axes: list, shape: tuple[int, ...], over: tuple[str, ...], mesh: Any)
     if not over or np.prod(shape) < SHARD_FROM:
         return axes
     ways, size = count(mesh, over), lambda d: shape[d]
+    added: Any = over[0] if len(over) == 1 else over
     free = [d for d, axis in enumerate(axes) if axis is None and shape[d] % ways == 0]
     shared = [d for d, axis in enumerate(axes) if axis == PIPE and shape[d] % (ways * mesh.shape[PIPE]) == 0]
     found = list(axes)
     if free:
-        found[max(free, key=size)] = over if len(over) > 1 else over[0]
+        found[max(free, key=size)] = added
     elif shared:
         found[max(shared, key=size)] = (PIPE, *over)
     return found

@@ -199,9 +199,14 @@ def make_step(run: Run) -> Callable[[State, dict], tuple[State, dict[str, jax.Ar
     return jax.jit(step, donate_argnums=0)
 
 
+def batch_sharding(run: Run) -> NamedSharding:
+    """Where a batch's arrays lie: rows over the replicas, sequences over their parts."""
+    return NamedSharding(run.mesh, PartitionSpec(None, ROWS, CONTEXT))
+
+
 def put_batch(run: Run, batch: dict[str, np.ndarray]) -> dict[str, jax.Array]:
-    """Place a batch on the mesh: rows over the replicas, sequences over their parts."""
-    where = NamedSharding(run.mesh, PartitionSpec(None, ROWS, CONTEXT))
+    """Place a batch on the mesh."""
+    where = batch_sharding(run)
     if jax.process_count() == 1:
         return jax.device_put(batch, where)
     return {k: jax.make_array_from_callback(a.shape, where, a.__getitem__) for k, a in batch.items()}
@@ -271,13 +276,13 @@ class Hooks(NamedTuple):
     """What a run does beside its steps.
 
     sample, called with the parameters every `sample_every` steps and at the end; read, gives the first parameters
-    instead of random ones; found, a checkpoint to go on from; stop, returns whether to save and end now.
+    instead of random ones; found, a checkpoint to go on from; stop, returns whether to save and end after a step.
     """
 
     sample: Callable[[Placed], None] = lambda params: None
     read: Read | None = None
     found: checkpoint.Found | None = None
-    stop: Callable[[], bool] = lambda: False
+    stop: Callable[[int], bool] = lambda step: False
 
 
 def train(run: Run, build: Build, corpus: tuple[np.ndarray, np.ndarray], log: Log, hooks: Hooks = Hooks()) -> State:  # noqa: B008
@@ -304,7 +309,7 @@ def train(run: Run, build: Build, corpus: tuple[np.ndarray, np.ndarray], log: Lo
         with jax.profiler.StepTraceAnnotation("train", step_num=i + 1):
             batch = put_batch(run, batches.at(i))
             state, metrics = step(state, batch)
-        last, stopping = i + 1 == config.num_iteration, hooks.stop()
+        last, stopping = i + 1 == config.num_iteration, hooks.stop(i + 1)
         due = lambda every, i=i, last=last: last or (every > 0 and (i + 1) % every == 0)
         validate, sampling = due(config.val_loss_every), due(config.sample_every)
         saving = saver is not None and (due(config.save_interval) or stopping)

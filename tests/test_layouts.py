@@ -185,8 +185,11 @@ def test_three_steps_of_adamw(name: str, features: tuple[str, ...]) -> None:
         grads = jax.tree.map(lambda g, norm=norm: g * min(1.0, config.clip_grad / norm), found.grads)
         updates, kept = optimizer.update(grads, kept, want)
         want = optax.apply_updates(want, updates)
-    got = jaxpp.unstack(jax.device_get(state.params))
-    assert reference.error(got, jax.device_get(want)) <= 1e-5
+    got, want = jaxpp.unstack(jax.device_get(state.params)), jax.device_get(want)
+    if name == "gpt2":  # softmax does not see a bias of keys: its gradient is rounding, which Adam makes large
+        for block in (*got.blocks, *want.blocks):
+            block.attention.bkv = block.attention.bkv[...][1]
+    assert reference.error(got, want) <= 1e-5
     # The state rests where the stage of ZeRO says, after a step too.
     if config.zero_stage:
         moments = jax.tree.leaves(state.opt_state[0].mu)
