@@ -2,23 +2,18 @@
 
 import re
 from collections import Counter
+from math import prod
 
 KINDS = ("all-reduce", "reduce-scatter", "all-gather", "all-to-all", "collective-permute")
-_OPERATION = re.compile(rf"= (?:\()?(\w+)\[([\d,]*)\].*? ({'|'.join(KINDS)})(?:-start)?\(")
+_OPERATION = re.compile(rf"= (.*?) ({'|'.join(KINDS)})(?:-start)?\(")
+_SHAPE = re.compile(r"\w+\[([\d,]*)\]")
 
 
 def collectives(text: str, at_least: int = 1) -> Counter[str]:
     """How many collectives of each kind a program's text has, those of fewer elements left out."""
     found: Counter[str] = Counter()
     for line in text.splitlines():
-        if (match := _OPERATION.search(line)) and elements(match[2]) >= at_least:
-            found[match[3]] += 1
-    return found
-
-
-def elements(shape: str) -> int:
-    """Elements of a shape written as in the text, "2,8,24"."""
-    size = 1
-    for n in filter(None, shape.split(",")):
-        size *= int(n)
-    return size
+        if match := _OPERATION.search(line):
+            sizes = [prod(int(n) for n in shape.split(",") if n) for shape in _SHAPE.findall(match[1])]
+            found[match[2]] += max(sizes, default=0) >= at_least
+    return +found

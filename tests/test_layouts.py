@@ -17,6 +17,7 @@ import optax
 import pytest
 import reference
 import toy
+from compiled import collectives
 
 import jaxpp
 import models
@@ -244,3 +245,46 @@ def test_what_a_rank_holds_under_zero(features: tuple[str, ...]) -> None:
     split = lambda of: sum("data" in getattr(r, of) for r in rests) / len(rests)
     assert [split(of) > 0.5 for of in ("moment", "grad", "param")] == [stage >= 1, stage >= 2, stage >= 3]
     assert [split(of) == 0 for of in ("moment", "grad", "param")] == [stage < 1, stage < 2, stage < 3]
+
+
+def text_of(layers: int, **options: Any) -> str:
+    """The compiled text of a step of a small LLaMA whose vocabulary divides."""
+    config = dataclasses.replace(LLAMA, layers=layers, vocab_size=64)
+    model = jax.jit(lambda: models.build(jax.random.key(0), config))()
+    arrays = batch(replicas(options))
+    pipeline, params = toy.set_up(model, arrays, stages=1, **options)
+    return jax.jit(partial(executor.train_step, pipeline)).lower(params, arrays).compile().as_text() or ""
+
+
+@pytest.mark.parametrize(
+    ("features", "want"),
+    [
+        # Two sums each way.
+        ("TP", {"all-reduce": 4}),
+        # The same as reduce-scatters, which the CPU writes as all-reduces, and gathers, two of them again for backward.
+        ("SP", {"all-reduce": 4, "all-gather": 6}),
+        # Queries there and outputs back, both ways, and both of queries' size; keys and values are half of that.
+        ("CP", {"all-to-all": 6}),
+    ],
+)
+def test_collectives_of_a_block(features: str, want: dict[str, int]) -> None:
+    """Docs: the table of collectives. Counted as those of three layers less those of one."""
+    one, three = (collectives(text_of(layers, **FEATURES[features]), 128) for layers in (1, 3))
+    assert {kind: (three[kind] - one[kind]) / 2 for kind in three if three[kind] > one[kind]} == want
+
+
+@pytest.mark.parametrize(
+    ("stage", "want"),
+    [
+        (0, {"all-reduce"}),
+        (1, {"all-reduce"}),
+        (2, {"reduce-scatter"}),
+        (3, {"all-gather", "reduce-scatter"}),
+    ],
+)
+def test_collectives_of_a_step_under_zero(stage: int, want: set[str]) -> None:
+    """Once a step for each parameter, however many microbatches: nothing of them stands in the loop."""
+    text = text_of(1, data=2, zero_stage=stage)
+    assert set(collectives(text, 64)) == want
+    inside = "".join(line for line in text.splitlines() if "while/body" in line)
+    assert not collectives(inside, 64)
