@@ -61,8 +61,11 @@ def make_plan(run: Run, build: Build, per_host: int = 8) -> dict[str, Any]:
 
 
 def bytes_per_device(run: Run, spec: Placed, ring: Any, stream: Any) -> dict[str, int]:
-    """Where a device's memory goes: parameters (float32, at rest), compute_weights (their copy in the compute dtype),
-    gradients (accumulators), optimizer, activations (the ring and the buffers in front of it), and their total.
+    """Where a device's memory goes.
+
+    parameters: float32, at rest. compute_weights: their copy in the compute dtype. gradients: their accumulators.
+    optimizer: its moments. activations: the ring and the buffers in front of it. logits: of a microbatch and their
+    gradients, float32. total: all of these.
 
     Args: spec, of the placed parameters; ring and stream, of one rank, see `executor.workspace_spec`.
     """
@@ -76,6 +79,7 @@ def bytes_per_device(run: Run, spec: Placed, ring: Any, stream: Any) -> dict[str
     split = lambda a: _bytes(a) // (parts if tuple(a.shape[1:]) in streams else tensor)
     buffers = schedule.forward_inbox * _bytes(wire.on_wire(pipeline.wire, stream))
     buffers += (schedule.backward_inbox + schedule.output_slots) * _bytes(stream)
+    logits = jax.eval_shape(lambda head, embed, x: head(x, embed), spec.head, spec.embed, stream)
     moments = {"adamw": 2, "sgd": 0}[run.config.optimizer]
     size = {name: jnp.dtype(getattr(pipeline.precision, name)).itemsize for name in ("param", "compute", "accumulate")}
     found = {
@@ -84,6 +88,7 @@ def bytes_per_device(run: Run, spec: Placed, ring: Any, stream: Any) -> dict[str
         "gradients": computed * size["accumulate"],
         "optimizer": moments * held("moment") * size["param"],
         "activations": sum(map(split, jax.tree.leaves(ring))) + buffers // parts,
+        "logits": 2 * _bytes(logits, "float32") // tensor,
     }
     return found | {"total": sum(found.values())}
 

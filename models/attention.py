@@ -14,6 +14,7 @@ from typing import NamedTuple
 import jax
 import jax.numpy as jnp
 from flax import nnx
+from jax.sharding import PartitionSpec
 
 from jaxpp import exchange
 from jaxpp.mesh import CONTEXT, TENSOR
@@ -90,6 +91,30 @@ def attend(
 
     segments_BT: int, the document of each token; tokens see their own document alone. key: for dropout of the weights.
     """
+    if ways(TENSOR) == 1:
+        return _attend(spec, q_BTNH, k_BTKH, v_BTKH, segments_BT, key)
+    # Kernels cannot be split by the compiler: each rank of tensor calls its own, for its heads.
+    if k_BTKH.shape[2] % ways(TENSOR):
+        k_BTKH, v_BTKH = (jnp.repeat(a, q_BTNH.shape[2] // a.shape[2], axis=2) for a in (k_BTKH, v_BTKH))
+    heads, whole = PartitionSpec(None, None, TENSOR, None), PartitionSpec()
+
+    def mine(q: jax.Array, k: jax.Array, v: jax.Array, segments: jax.Array | None, key: jax.Array | None) -> jax.Array:
+        key = key if key is None else jax.random.fold_in(key, jax.lax.axis_index(TENSOR))
+        return _attend(spec, q, k, v, segments, key)
+
+    specs = (heads, heads, heads, whole, whole)
+    run = jax.shard_map(mine, in_specs=specs, out_specs=heads, axis_names={TENSOR}, check_vma=False)
+    return run(q_BTNH, k_BTKH, v_BTKH, segments_BT, key)
+
+
+def _attend(
+    spec: AttentionSpec,
+    q_BTNH: jax.Array,
+    k_BTKH: jax.Array,
+    v_BTKH: jax.Array,
+    segments_BT: jax.Array | None,
+    key: jax.Array | None,
+) -> jax.Array:
     same_BTS = None if segments_BT is None else segments_BT[:, :, None] == segments_BT[:, None, :]
     dropping = key is not None and spec.dropout > 0.0
     if kernel(spec, q_BTNH.dtype, dropping) == "cudnn":
