@@ -242,8 +242,8 @@ def window_numbers(batch, length):
 @given(SIZES, SIZES, st.integers(1, 7), st.integers(1, 23), st.integers(0, 6), st.integers(0, 2**40), st.booleans())
 def test_each_window_exactly_once_an_epoch(micro, rows, length, windows, rest, seed, shuffle):
     tokens = np.arange(windows * length + 1 + rest % length, dtype=np.uint16)
-    batches = Batches(tokens, micro, rows, length, seed, shuffle)
-    assert batches.windows == windows
+    batches = Batches([tokens], micro, rows, length, seed, shuffle)
+    assert [text.count for text in batches.cut] == [windows]
     steps = -(-3 * windows // (micro * rows))
     seen = []
     for step in range(steps):
@@ -262,8 +262,8 @@ def test_each_window_exactly_once_an_epoch(micro, rows, length, windows, rest, s
 @pytest.mark.parametrize("split", [(1, 12), (2, 6), (3, 4), (12, 1)])
 def test_samples_do_not_depend_on_the_split(split):
     tokens = np.random.default_rng(0).integers(0, 1000, 500)
-    whole = Batches(tokens, 4, 3, 8, seed=5)
-    other = Batches(tokens, *split, 8, seed=5)
+    whole = Batches([tokens], 4, 3, 8, seed=5)
+    other = Batches([tokens], *split, 8, seed=5)
     for step in (0, 4, 5, 11):
         for key in ("tokens", "labels"):
             assert np.array_equal(whole.at(step)[key].reshape(12, 8), other.at(step)[key].reshape(12, 8))
@@ -271,16 +271,15 @@ def test_samples_do_not_depend_on_the_split(split):
 
 def test_any_step_in_any_order():
     tokens = np.arange(301)
-    batches = Batches(tokens, 2, 3, 4, seed=1)
+    batches = Batches([tokens], 2, 3, 4, seed=1)
     ahead = {step: batches.at(step)["tokens"] for step in (40, 3, 12, 0)}
-    data._permutation.cache_clear()
     for step in range(41):
-        now = Batches(tokens, 2, 3, 4, seed=1).at(step)["tokens"]
+        now = Batches([tokens], 2, 3, 4, seed=1).at(step)["tokens"]
         assert step not in ahead or np.array_equal(now, ahead[step])
 
 
 def test_order_is_the_documented_permutation():
-    batches = Batches(np.arange(101), 1, 10, 10, seed=9)
+    batches = Batches([np.arange(101)], 1, 10, 10, seed=9)
     for epoch in range(3):
         order = np.random.Generator(np.random.PCG64([9, epoch])).permutation(10)
         assert window_numbers(batches.at(epoch), 10) == order.tolist()
@@ -288,14 +287,14 @@ def test_order_is_the_documented_permutation():
 
 def test_seed_and_epoch_change_the_order():
     tokens = np.arange(401)
-    first, second = (window_numbers(Batches(tokens, 1, 40, 10, seed=2).at(step), 10) for step in (0, 1))
-    other = window_numbers(Batches(tokens, 1, 40, 10, seed=3).at(0), 10)
+    first, second = (window_numbers(Batches([tokens], 1, 40, 10, seed=2).at(step), 10) for step in (0, 1))
+    other = window_numbers(Batches([tokens], 1, 40, 10, seed=3).at(0), 10)
     assert first != second and first != other and first != sorted(first)
 
 
 def test_changing_a_batch_changes_no_other():
     tokens = np.arange(41, dtype=np.int32)
-    batches = Batches(tokens, 1, 4, 10, seed=0)
+    batches = Batches([tokens], 1, 4, 10, seed=0)
     before = batches.at(0)["labels"].copy()
     batch = batches.at(0)
     batch["tokens"][:] = -1
@@ -305,7 +304,7 @@ def test_changing_a_batch_changes_no_other():
 
 def test_batches_from_a_mapped_file(tmp_path):
     write_tokens(tmp_path / "x.bin", np.arange(100, 121), np.uint32)
-    batch = Batches(read_tokens(tmp_path / "x.bin", 200), 1, 2, 10, seed=0, shuffle=False).at(0)
+    batch = Batches([read_tokens(tmp_path / "x.bin", 200)], 1, 2, 10, seed=0, shuffle=False).at(0)
     assert batch["tokens"].tolist() == [[list(range(100, 110)), list(range(110, 120))]]
     assert type(batch["tokens"]) is np.ndarray and batch["tokens"].flags.c_contiguous
 
@@ -314,8 +313,8 @@ def test_batches_from_a_mapped_file(tmp_path):
 @pytest.mark.parametrize("count", [0, 1, 10])
 def test_text_shorter_than_a_window(length, count):
     for option, call in (
-        ("input_bin", lambda: Batches(np.arange(count), 1, 1, length, seed=0)),
-        ("input_val_bin", lambda: validation_batches(np.arange(count), 1, 1, length, 3)),
+        ("input_bin", lambda: Batches([np.arange(count)], 1, 1, length, seed=0)),
+        ("input_val_bin", lambda: validation_batches([np.arange(count)], 1, 1, length, 3)),
     ):
         message = refusal(call)
         assert message.startswith(f"{option}: ")
@@ -326,13 +325,13 @@ def test_text_shorter_than_a_window(length, count):
 @pytest.mark.parametrize("name", ["microbatches", "rows", "sequence_length", "limit"])
 def test_sizes_below_one(name):
     sizes = {"microbatches": 2, "rows": 2, "sequence_length": 2, "limit": 2} | {name: 0}
-    assert f"{name} must be at least 1, got 0" in refusal(validation_batches, np.arange(99), **sizes)
+    assert f"{name} must be at least 1, got 0" in refusal(validation_batches, [np.arange(99)], **sizes)
     if sizes.pop("limit"):
-        assert f"{name} must be at least 1, got 0" in refusal(Batches, np.arange(99), **sizes, seed=0)
+        assert f"{name} must be at least 1, got 0" in refusal(Batches, [np.arange(99)], **sizes, seed=0)
 
 
 def test_negative_seed():
-    assert "-1" in refusal(Batches, np.arange(99), 1, 1, 1, seed=-1)
+    assert "-1" in refusal(Batches, [np.arange(99)], 1, 1, 1, seed=-1)
 
 
 # Validation.
@@ -342,7 +341,7 @@ def test_negative_seed():
 @given(SIZES, SIZES, st.integers(1, 7), st.integers(1, 60), st.integers(1, 9))
 def test_validation_covers_evenly(micro, rows, length, windows, limit):
     tokens = np.arange(windows * length + 1, dtype=np.uint16)
-    batches = validation_batches(tokens, micro, rows, length, limit)
+    batches = list(validation_batches([tokens], micro, rows, length, limit))
     size = micro * rows
     count = min(windows, limit * size)
     assert len(batches) == -(-count // size) <= limit
