@@ -231,7 +231,7 @@ def run_eval(given: EvalConfig) -> None:
     where = config.tokenizer or origin
     if given.input_bin is None:
         corpus = train.load_corpus(config, model.vocab_size, where)
-        said = f"the validation part of {corpus.said.split(' (')[0]}"
+        said = ", ".join(config.input_val_bin or (f"the validation part of {corpus.said.split(' (')[0]}",))
     else:
         texts = train.read_texts(given.input_bin, model.vocab_size, where, "input_bin")
         corpus = train.Corpus((), texts, "", tokenizer.load(where).end)

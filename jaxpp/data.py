@@ -296,8 +296,8 @@ class Batches:
     def order(self) -> dict[str, Any]:
         """What the order of the samples depends on beside seed and sizes, as plain data."""
         named = {name: getattr(self, name) for name in ("shuffle_documents", "pack_documents")}
-        named |= {"end_token": self.end if any(named.values()) else None}
-        return named | {"input_tokens": [len(a) for a in self.texts], "data_weights": self.mix.parts.tolist()}
+        named |= {"split_at_token": self.end if any(named.values()) else None}
+        return named | {"corpus_tokens": [len(a) for a in self.texts], "data_weights": self.mix.parts.tolist()}
 
     def at(self, step: int, rows: slice = slice(None)) -> dict[str, np.ndarray]:
         """Return step `step`'s batch, counted from 0: int32 [M, B, T] of each of `texts.array_names`.

@@ -355,3 +355,162 @@ def test_validation_covers_evenly(micro, rows, length, windows, limit):
     chosen = inputs[:count, 0] // length
     gaps = np.diff(np.append(chosen, windows))
     assert chosen[0] == 0 and gaps.min() >= 1 and gaps.max() - gaps.min() <= 1
+
+
+# Several texts, documents, epochs.
+
+END = 0
+KINDS = {
+    "windows": {},
+    "in order": {"shuffle": False},
+    "documents": {"end": END, "shuffle_documents": True},
+    "packed": {"end": END, "pack_documents": True},
+    "packed, documents": {"end": END, "pack_documents": True, "shuffle_documents": True},
+}
+
+
+def numbered(count, first, every):
+    """A text of different tokens from `first` on, with an end token at every so many places and at its end."""
+    tokens = np.arange(first, first + count)
+    tokens[every - 1 :: every] = END
+    tokens[-1] = END
+    return tokens
+
+
+def three_texts():
+    """Of 60, 36 and 12 rows of 5, packed or not, so that one epoch of all is 108 samples."""
+    return [numbered(300, 1, 17), numbered(180, 1001, 11), numbered(60, 2001, 7)]
+
+
+@pytest.mark.parametrize("kind", KINDS)
+@pytest.mark.parametrize("several", [False, True])
+def test_two_epochs_with_a_restart_have_every_token_twice(kind, several):
+    """The index is made anew in the middle of an epoch and asked for the next step; one epoch ends within a step."""
+    texts = three_texts()[: 3 if several else 1]
+    if "pack_documents" not in KINDS[kind]:
+        texts = [np.append(text, END) for text in texts]  # the last window's last label
+    size, total = 8, 2 * (108 if several else 60)
+    make = lambda: Batches(texts, 2, 4, 5, 11, **KINDS[kind])
+    assert sum(text.count for text in make().cut) == total // 2
+    first, again = make(), make()
+    steps = [(first if step < 5 else again).at(step) for step in range(total // size)]
+    for name in ("tokens", "labels"):
+        found = np.sort(np.concatenate([batch[name].ravel() for batch in steps]))
+        if "shuffle_documents" in KINDS[kind] and "pack_documents" not in KINDS[kind]:
+            # The epoch's last token is no input, and the first no label: which these are changes with the order.
+            found, want = found[found % 1000 > 0], np.sort(np.concatenate([*texts, *texts]))
+            want = want[want % 1000 > 0]
+            assert np.setdiff1d(found, want).size == 0 and len(want) - len(found) <= 2 * len(texts)
+            assert np.unique(found, return_counts=True)[1].max() == 2
+            continue
+        if name == "tokens":
+            cut = [text if "pack_documents" in KINDS[kind] else text[:-1] for text in texts]
+            assert np.array_equal(found, np.sort(np.concatenate([*cut, *cut])))
+        else:
+            inner = [text[1:] for text in texts]
+            if "pack_documents" in KINDS[kind]:  # neither a document's first token is a label, nor padding
+                inner = [text[1:][text[:-1] != END] for text in texts]
+            valid = found[found != data.IGNORED_LABEL]
+            assert np.array_equal(valid, np.sort(np.concatenate([*inner, *inner])))
+
+
+@pytest.mark.parametrize("kind", KINDS)
+def test_given_rows_are_those_of_the_whole_batch(kind):
+    batches = Batches(three_texts(), 3, 6, 4, seed=4, weights=(0.5, 0.2, 0.3), **KINDS[kind])
+    for step in (0, 7):
+        whole = batches.at(step)
+        for rows in (slice(0, 2), slice(2, 6), slice(5, None), slice(1, 6, 2), slice(0, 0)):
+            part = batches.at(step, rows)
+            assert list(part) == list(whole)
+            assert all(np.array_equal(part[name], whole[name][:, rows]) for name in whole)
+
+
+def test_other_rows_are_not_read():
+    read = []
+
+    class Text(data.Text):
+        def rows(self, epoch, places):
+            read.extend(places.tolist())
+            return super().rows(epoch, places)
+
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(data, "Text", Text)
+        batches = Batches([np.arange(101)], 2, 5, 10, seed=0, shuffle=False)
+        assert window_numbers(batches.at(0, slice(1, 3)), 10) == read == [1, 2, 6, 7]
+
+
+@pytest.mark.parametrize("weights", [(0.5, 0.3, 0.2), (1, 1, 1), None])
+def test_every_prefix_has_each_text_by_its_weight(weights):
+    texts = three_texts()
+    batches = Batches(texts, 2, 3, 5, seed=4, weights=weights, end=END, pack_documents=True)
+    shares = np.asarray(weights or (60, 36, 12)) / sum(weights or (60, 36, 12))
+    tokens = np.concatenate([batches.at(step)["tokens"].reshape(6, 5) for step in range(60)])
+    origin = tokens.max(axis=1) // 1000  # of each row
+    counts = np.cumsum(origin[:, None] == np.arange(3), axis=0)
+    assert (abs(counts - np.arange(1, 361)[:, None] * shares) < 1 + 1e-9).all()
+    for i, rows in enumerate((60, 36, 12)):  # every epoch of a text has each row once
+        mine = tokens[origin == i]
+        for at in range(0, len(mine) - rows + 1, rows):
+            assert np.array_equal(np.sort(mine[at : at + rows].ravel()), np.sort(texts[i]))
+
+
+def test_texts_of_one_size_have_orders_of_their_own():
+    texts = [np.arange(0, 401), np.arange(1000, 1401)]
+    found = Batches(texts, 1, 80, 10, seed=2).at(0)["tokens"][0, :, 0]
+    assert not np.array_equal(found[found < 1000], found[found >= 1000] - 1000)
+
+
+def test_epochs_begun():
+    batches = Batches([np.arange(51), np.arange(21)], 1, 4, 10, seed=0, weights=(1, 1))  # 5 and 2 rows
+    begun = [batches.epochs_begun(step) for step in range(6)]
+    assert begun == [[], [(1, 1)], [(1, 2), (0, 1)], [(1, 3)], [(1, 4)], [(0, 2), (1, 5)]]
+
+
+def test_the_order_as_plain_data():
+    changes = [{}, {"weights": (1, 2)}, {"shuffle_documents": True}, {"pack_documents": True}]
+    texts = [numbered(100, 1, 7), numbered(50, 1, 7)]
+    found = [Batches(texts, 1, 1, 10, seed=0, end=END, **change).order() for change in changes]
+    assert found[0] == {
+        "shuffle_documents": False,
+        "pack_documents": False,
+        "split_at_token": None,
+        "corpus_tokens": [100, 50],
+        "data_weights": [9, 4],
+    }
+    assert found[1]["data_weights"] == [1, 2] and found[2]["shuffle_documents"] and found[3]["split_at_token"] == END
+    assert all(found[i] != found[j] for i in range(4) for j in range(i))
+
+
+@pytest.mark.parametrize(
+    ("options", "words"),
+    [
+        ({"pack_documents": True}, ["pack_documents needs the token", "give --tokenizer"]),
+        ({"shuffle_documents": True}, ["shuffle_documents needs the token", "give --tokenizer"]),
+        ({"shuffle_documents": True, "end": 9999}, ["input_bin: text 1 of 3 has no token 9999"]),
+        ({"weights": (1, 2)}, ["data_weights=1 2 has 2 weights for 3 files", "one for each file"]),
+        ({"weights": (1, 0, 1)}, ["data_weights=0 must be above 0"]),
+        ({"sequence_length": 100}, ["input_bin: text 3 of 3 has 60 tokens", "at most 59"]),
+    ],
+)
+def test_refusals_of_several_texts(options, words):
+    message = refusal(
+        Batches, three_texts(), **{"microbatches": 1, "rows": 1, "sequence_length": 5, "seed": 0} | options
+    )
+    assert all(word in message for word in words), message
+
+
+@pytest.mark.parametrize("packed", [False, True])
+@pytest.mark.parametrize("limit", [None, 2, 7])
+def test_validation_over_several_texts(packed, limit):
+    batches = list(validation_batches(three_texts(), 2, 5, 5, limit, end=END, pack_documents=packed))
+    cut = Batches(three_texts(), 1, 1, 5, 0, end=END, pack_documents=packed, shuffle=False).cut
+    rows = [text.rows(0, np.arange(text.count)) for text in cut]
+    total = sum(text.count for text in cut)
+    count = min(total, 10 * limit) if limit else total
+    for name in batches[0]:
+        every = np.concatenate([part[name] for part in rows])
+        found = np.concatenate([batch[name].reshape(10, 5) for batch in batches])
+        assert np.array_equal(found[:count], every[np.arange(count) * total // count])
+        assert (found[count:] == (data.IGNORED_LABEL if name == "labels" else 0)).all()
+        assert all(batch[name].shape == (2, 5, 5) and batch[name].dtype == np.int32 for batch in batches)
+    assert len(batches) == -(-count // 10)
