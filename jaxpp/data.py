@@ -276,8 +276,8 @@ class Batches:
         for text in self.cut:
             if text.bounds is not None and len(text.bounds) == 2 and text.tokens[-1] != self.end:
                 raise ValueError(
-                    f"{self.option}: text {text.number + 1} of {len(self.texts)} has no token {self.end}, which ends a document:"
-                    f" give the tokenizer that it was made with"
+                    f"{self.option}: text {text.number + 1} of {len(self.texts)} has no token {self.end}, which ends a"
+                    f" document: give the tokenizer that it was made with"
                 )
 
     @cached_property
@@ -297,7 +297,7 @@ class Batches:
         """What the order of the samples depends on beside seed and sizes, as plain data."""
         named = {name: getattr(self, name) for name in ("shuffle_documents", "pack_documents")}
         named |= {"split_at_token": self.end if any(named.values()) else None}
-        return named | {"corpus_tokens": [len(a) for a in self.texts], "data_weights": self.mix.parts.tolist()}
+        return named | {"corpus_tokens": [len(a) for a in self.texts], "weights_of_files": self.mix.parts.tolist()}
 
     def at(self, step: int, rows: slice = slice(None)) -> dict[str, np.ndarray]:
         """Return step `step`'s batch, counted from 0: int32 [M, B, T] of each of `texts.array_names`.

@@ -475,9 +475,11 @@ def test_the_order_as_plain_data():
         "pack_documents": False,
         "split_at_token": None,
         "corpus_tokens": [100, 50],
-        "data_weights": [9, 4],
+        "weights_of_files": [9, 4],
     }
-    assert found[1]["data_weights"] == [1, 2] and found[2]["shuffle_documents"] and found[3]["split_at_token"] == END
+    assert (
+        found[1]["weights_of_files"] == [1, 2] and found[2]["shuffle_documents"] and found[3]["split_at_token"] == END
+    )
     assert all(found[i] != found[j] for i in range(4) for j in range(i))
 
 

@@ -103,8 +103,8 @@ def test_a_resumed_run_sees_every_token_twice_in_two_epochs(packed: Left, window
     assert len(packed.fed) == 60
     for epoch in np.split(packed.fed, 2):
         assert np.array_equal(np.sort(epoch.ravel()), want)
-    for name in "AB":
-        assert f"epoch 2 of {files[name]} begins with step 8\n" in packed.said
+    for name, step in {"A": 8, "B": 9}.items():  # after 30 rows, of which two in three are of A
+        assert f"epoch 2 of {files[name]} begins with step {step}\n" in packed.said
     assert "epoch" not in windows.said
 
 
@@ -113,7 +113,7 @@ def test_a_resumed_run_sees_every_token_twice_in_two_epochs(packed: Left, window
     [
         (["--shuffle_documents", "--tokenizer", "TOKENIZER"], "shuffle_documents=False, this run True"),
         (PACKED, "pack_documents=False, this run True"),
-        (["--data_weights", "0.5", "0.5"], "data_weights=[19, 9], this run [1, 1]"),
+        (["--data_weights", "0.5", "0.5"], "weights_of_files=[19, 9], this run [1, 1]"),
         (["--input_bin", "A"], "corpus_tokens=[320, 160], this run [320]"),
         (["--input_bin", "B", "A"], "corpus_tokens=[320, 160], this run [160, 320]"),
         (["--output_dir", "/dev/null/x"], "output_dir='/dev/null/x'"),  # the same order comes as far as that
