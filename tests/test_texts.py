@@ -120,8 +120,8 @@ def test_documents_are_ordered_anew_each_epoch():
 
 # What a model makes of packed rows.
 
-GPT = GPT2Config(vocab_size=51, positions=16, layers=4, dim=32, heads=2, std=0.3)
-LLAMA = Llama3Config(vocab_size=51, positions=16, layers=4, dim=32, heads=4, kv_heads=2, hidden=48, std=0.3)
+GPT = GPT2Config(vocab_size=51, positions=16, layers=2, dim=32, heads=2, std=0.3)
+LLAMA = Llama3Config(vocab_size=51, positions=16, layers=2, dim=32, heads=4, kv_heads=2, hidden=48, std=0.3)
 MODELS = {"gpt2": partial(GPT2, config=GPT), "llama3": partial(Llama3, config=LLAMA)}
 
 
