@@ -5,6 +5,7 @@
     python run.py tokenize [options]    write text files as one token file
     python run.py generate [options]    continue a prompt
     python run.py export [options]      write a Hugging Face folder
+    python run.py eval [options]        loss and perplexity of a trained model over a text
     python run.py plot RUNS... [options]    draw the curves of runs
 
 Options: python run.py COMMAND --help
@@ -30,7 +31,7 @@ from jax.experimental import multihost_utils
 import models
 from jaxpp import checkpoint, curves, mesh, metrics, option_files, partition, plan, tokenize, tokenizer, train
 from jaxpp import config as options
-from jaxpp.config import Config, ExportConfig, GenerateConfig, PlanConfig
+from jaxpp.config import Config, EvalConfig, ExportConfig, GenerateConfig, PlanConfig
 from jaxpp.options import check_ranges, parse
 from models import flops, hf
 from models.attention import kernel
@@ -119,8 +120,9 @@ def run_train(config: Config) -> None:
         flops_per_token=flops.per_token(model, sizes.length),
     )
     where = config.tokenizer or tokenizer_in(config.init_from)
-    train_tokens, validation_tokens, corpus = train.load_corpus(config, model.vocab_size, where)
-    train.check_corpus(run, train_tokens, validation_tokens)
+    corpus = train.load_corpus(config, model.vocab_size, where)
+    feeds = train.make_feeds(run, corpus)
+    run = dataclasses.replace(run, order=feeds.batches.order())
     build = builder(model)
     if source:
         hf.check_source(source, train.placed_spec(run, build))
@@ -132,13 +134,13 @@ def run_train(config: Config) -> None:
             write_options(config, sizes, log.path.with_name("config.toml"))
         if config.load:
             log.say(f"going on from {found.path}" if found else f"{config.load} has no checkpoint yet: starting anew")
-        log.say(describe(run, model, corpus, train.parameter_count(train.placed_spec(run, build))))
+        log.say(describe(run, model, corpus.said, train.parameter_count(train.placed_spec(run, build))))
         text_of = tokenizer.load(where)
         speaks = where is not None or model.vocab_size == text_of.vocab_size
-        sample = sampler(run, model.positions, validation_tokens, text_of, log) if speaks else lambda params: None
+        sample = sampler(run, model.positions, corpus.validation[0], text_of, log) if speaks else lambda params: None
         read = partial(hf.assemble, source) if source else None
         hooks = train.Hooks(sample, read, found, stop)
-        train.train(run, build, (train_tokens, validation_tokens), log, hooks)
+        train.train(run, build, feeds, log, hooks)
         if config.save:
             log.say(f"checkpoints are in {config.save}")
         log.say(f"metrics are in {log.path}")
@@ -187,7 +189,7 @@ def run_generate(config: GenerateConfig) -> None:
     check_ranges(config)
     if config.load is None or not config.prompt:
         raise ValueError("generate needs --load FOLDER and --prompt TEXT, for example --load model --prompt 'Once'")
-    model, weight, origin = open_model(config.load)
+    model, weight, origin, _ = open_model(config.load)
     text_of = tokenizer.load(config.tokenizer or origin)
     prompt = text_of.encode(config.prompt)
     if len(prompt) + config.max_new_tokens > model.positions:
@@ -209,20 +211,28 @@ def run_generate(config: GenerateConfig) -> None:
     print()
 
 
-def open_model(folder: str) -> tuple[models.ModelConfig, Any, str | None]:
-    """A trained model: its config, its weights by (part, path, layer), and where its tokenizer is, if it has one.
+class Trained(NamedTuple):
+    """A model: its config, its weights by (part, path, layer), where its tokenizer is, if it has one, and what a
+    checkpoint says of its run (see `train.describe_run`), or nothing."""
 
-    folder: of a Hugging Face model, or of checkpoints. Raises ValueError where it is neither.
-    """
+    config: models.ModelConfig
+    weight: Callable[[str, str, int | None], np.ndarray]
+    tokenizer: str | None
+    info: dict[str, Any]
+
+
+def open_model(folder: str) -> Trained:
+    """The model of a Hugging Face folder, or of a folder of checkpoints. Raises ValueError where it is neither."""
     if (Path(folder) / "config.json").is_file():
         source = hf.open_folder(folder, "load")
-        return source.config, hf.source_weight(source, spec_of(source.config)), tokenizer_in(folder)
+        weight = hf.source_weight(source, spec_of(source.config))
+        return Trained(source.config, weight, tokenizer_in(folder), {})
     found = checkpoint.latest(folder)
     if found is None:
         raise ValueError(f"load={folder!r} has neither a config.json nor a checkpoint: give a folder that has")
     model, given = models.from_json(found.info["model"]), found.info["options"]
     weight = checkpoint.weights(found, 0, model.layers)
-    return model, weight, given["tokenizer"] or tokenizer_in(given["init_from"])
+    return Trained(model, weight, given["tokenizer"] or tokenizer_in(given["init_from"]), found.info)
 
 
 def spec_of(model: models.ModelConfig) -> partition.Placed:
@@ -235,9 +245,39 @@ def run_export(config: ExportConfig) -> None:
     """Write a Hugging Face folder, one tensor at a time."""
     if config.load is None or config.to is None:
         raise ValueError("export needs --load FOLDER and --to FOLDER, for example --load model --to exported")
-    model, weight, origin = open_model(config.load)
+    model, weight, origin, _ = open_model(config.load)
     files = hf.export(model, spec_of(model), weight, config.to, config.dtype, config.tokenizer or origin)
     print(f"wrote {', '.join(files)} to {config.to}")
+
+
+def run_eval(given: EvalConfig) -> None:
+    """Print a model's loss and perplexity over a text."""
+    check_ranges(given)
+    if given.load is None:
+        raise ValueError("eval needs --load FOLDER, for example --load model")
+    model, weight, origin, info = open_model(given.load)
+    config = options.of_eval(given, info)
+    options.check(config, model.layers, model.positions)
+    gpus = start_devices(config)
+    model = dataclasses.replace(model, cudnn=gpus > 0)
+    sizes = options.sizes(config, model.layers, model.positions, gpus)
+    run = train.make_run(config, sizes, mesh.make_mesh(sizes.pipe, sizes.data), model.layers)
+    where = config.tokenizer or origin
+    if given.input_bin is None:
+        corpus = train.load_corpus(config, model.vocab_size, where)
+        said = ", ".join(config.input_val_bin or (f"the validation part of {corpus.said.split(' (')[0]}",))
+    else:
+        texts = train.read_texts(given.input_bin, model.vocab_size, where, "input_bin")
+        corpus = train.Corpus((), texts, "", tokenizer.load(where).end)
+        said = ", ".join(given.input_bin)
+    batches = train.evaluation_batches(run, corpus, given.eval_batches)
+    spec = train.placed_spec(run, builder(model))
+    params = partition.assemble(spec, partition.shardings(spec, run.mesh), weight)
+    found = train.make_eval(run)(params, batches)
+    if given.json:
+        print(json.dumps(found._asdict()))
+    else:
+        print(f"loss {found.loss:.4f}  perplexity {found.perplexity:.2f}  ({found.tokens:,} tokens of {said})")
 
 
 def run_plan(config: PlanConfig) -> None:
@@ -270,6 +310,7 @@ COMMANDS = {
     "tokenize": Command(tokenize.TokenizeConfig, tokenize.run),
     "generate": Command(GenerateConfig, run_generate),
     "export": Command(ExportConfig, run_export),
+    "eval": Command(EvalConfig, run_eval),
     "plot": Command(curves.PlotConfig, curves.run),
 }
 

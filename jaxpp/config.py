@@ -3,9 +3,12 @@
 Every refusal is a ValueError of one line that names the option, its value, the rule and a value that would work.
 """
 
-from dataclasses import dataclass, replace
+from collections.abc import Mapping
+from dataclasses import dataclass, fields, replace
 from math import prod
+from typing import Any
 
+from jaxpp.data import check_weights
 from jaxpp.mesh import AXES
 from jaxpp.options import check_ranges, nearest, option
 from jaxpp.precision import DTYPES, parse_dtype
@@ -63,8 +66,19 @@ class Config:
     tokenizer: str | None = option(
         None, "of text: tokenizer.json or a folder that has one (default: that of init_from, or bytes)"
     )
-    input_bin: str | None = option(None, "training tokens: llm.c file or text (default: Python's own source)")
-    input_val_bin: str | None = option(None, "validation tokens, likewise")
+    input_bin: tuple[str, ...] | None = option(
+        None, "training tokens: llm.c files or texts (default: Python's own source)", str, many=True
+    )
+    data_weights: tuple[float, ...] | None = option(
+        None, "each file's share of the rows, in any unit (default: by their sizes)", float, least=0, many=True
+    )
+    input_val_bin: tuple[str, ...] | None = option(
+        None, "validation tokens, likewise (default: the last twentieth of each file)", str, many=True
+    )
+    shuffle_documents: bool = option(False, "reorder whole documents, each epoch anew, before rows are cut", bool)
+    pack_documents: bool = option(
+        False, "keep the documents of a row apart: none sees another, and positions begin anew", bool
+    )
     val_loss_every: int = option(0, "steps between validations, 0: only at the end", int, least=0)
     sample_every: int = option(0, "steps between samples of text, 0: only at the end", int, least=0)
     router_balance_loss: float | None = option(
@@ -118,6 +132,53 @@ class GenerateConfig:
     seed: int = option(0, "of the draws", int, least=0, most=2**32 - 1)
     dtype: str = option("float32", f"dtype of compute: {', '.join(DTYPES)}", str, DTYPES)
     tokenizer: str | None = option(None, "tokenizer.json or a folder that has one (default: that of load, or bytes)")
+
+
+@dataclass(frozen=True)
+class EvalConfig:
+    """Loss and perplexity of a model over a text.
+
+    An option left out is as in the run that a checkpoint is of. Those of the layout, and with a Hugging Face folder all
+    others too, are then as for training.
+    """
+
+    load: str | None = option(None, "folder of a Hugging Face model, or of checkpoints")
+    input_bin: tuple[str, ...] | None = option(
+        None, "tokens: llm.c files or texts (default: those that the run kept for validation)", str, many=True
+    )
+    eval_batches: int | None = option(None, "batches, spread evenly over the text (default: all)", int, least=1)
+    tokenizer: str | None = option(None, "of text (default: that of load)")
+    pack_documents: bool | None = option(None, "keep the documents of a row apart", bool)
+    sequence_length: int | None = option(None, "tokens of a row", int, least=1)
+    batch_size: int | None = option(None, "rows of a microbatch on one data rank", int, least=1)
+    total_batch_size: int | None = option(None, "tokens a batch", int, least=1)
+    dtype: str | None = option(None, "dtype of compute (default with a Hugging Face folder: float32)")
+    pipeline_dtype: str | None = option(None, "dtype on the wire between stages")
+    pipeline_parallel: int | None = option(None, "stages", int, least=1)
+    virtual_pipeline_parallel: int | None = option(None, "chunks of layers on each stage", int, least=1)
+    data_parallel: int | None = option(None, "replicas of the pipeline", int, least=1)
+    emulate_devices: int | None = option(None, "run on the CPU as this many devices", int, least=1, most=1024)
+    json: bool = option(False, "print one JSON object: loss, perplexity, tokens", bool)
+
+
+# What an evaluation takes over from the run that a checkpoint is of: all that changes the loss, nothing of the layout.
+OF_A_RUN = ("tokenizer", "input_bin", "input_val_bin", "pack_documents", "batch_size", "dtype")
+OF_A_RUN += ("pipeline_dtype", "grad_pipeline_dtype", "fp32_residual")
+
+
+def of_eval(config: EvalConfig, info: Mapping[str, Any]) -> Config:
+    """The options of training that an evaluation goes by: those given, else a checkpoint's, else the defaults.
+
+    info: what `train.describe_run` said of the checkpoint's run; empty for a Hugging Face folder.
+    """
+    chosen: dict[str, Any] = {"dtype": "float32"}
+    if info:
+        saved, fixed = info["options"], info["fixed"]
+        chosen = {name: tuple(v) if isinstance(v := saved[name], list) else v for name in OF_A_RUN if name in saved}
+        chosen |= {"sequence_length": fixed["sequence_length"], "total_batch_size": fixed["tokens_per_step"]}
+    given = {each.name: getattr(config, each.name) for each in fields(Config) if hasattr(config, each.name)}
+    chosen |= {name: value for name, value in given.items() if value is not None}
+    return Config(**chosen)
 
 
 @dataclass(frozen=True)
@@ -178,6 +239,8 @@ def check(config: Config, layers: int, positions: int) -> None:
             " not have: use bfloat16"
         )
     check_ranges(config)
+    if config.data_weights is not None:
+        check_weights(config.data_weights, len(config.input_bin or ()))
     if config.save_interval and config.save is None:
         raise ValueError(f"save_interval={config.save_interval} needs a folder: give --save FOLDER")
     if config.profile is not None:

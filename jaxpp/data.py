@@ -1,20 +1,24 @@
-"""Tokens from a file to batches: llm.c token files, plain text as bytes, and a stateless index over either.
+"""Tokens from files to batches: llm.c token files, plain text as bytes, and a stateless index over either.
+
+Memory maps and an index of its own, not grain: less code, and no iterator whose state a checkpoint would have to hold.
 
 Shape letters: M microbatches, B rows of one microbatch over all data ranks, T sequence length.
-A *window* is T + 1 neighbouring tokens; neighbouring windows share one, the last label of the first.
 """
 
 import codecs
 import os
 import sysconfig
 import zlib
+from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
-from functools import lru_cache
+from functools import cached_property
 from pathlib import Path
+from typing import Any
 
 import numpy as np
 
-IGNORED_LABEL = -100
+from jaxpp import mixture
+from jaxpp.texts import IGNORED_LABEL, Text, array_names, document_bounds
 
 # llm.c's token file: 256 little-endian int32 (magic, version, token count, zeros), then the tokens.
 HEADER_BYTES = 1024
@@ -197,108 +201,184 @@ def _corpus_files(root: Path) -> list[tuple[str, Path]]:
     return sorted(found)
 
 
-@lru_cache(maxsize=4)
-def _permutation(windows: int, seed: int, epoch: int) -> np.ndarray:
-    order = np.random.Generator(np.random.PCG64([seed, epoch])).permutation(windows)
-    order.flags.writeable = False  # the cache hands the same array to every caller
-    return order
-
-
 def _check_sizes(**sizes: int) -> None:
     for name, size in sizes.items():
         if size < 1:
             raise ValueError(f"{name} must be at least 1, got {size}")
 
 
-def _count_windows(tokens: np.ndarray, sequence_length: int, option: str) -> int:
+def _check_length(tokens: np.ndarray, sequence_length: int, option: str, which: str) -> None:
     if len(tokens) < sequence_length + 1:
         rule = f"{len(tokens)} tokens, and {sequence_length + 1} (sequence_length {sequence_length} + 1) are needed"
         remedy = f"give a longer file, or a sequence_length of at most {len(tokens) - 1}"
-        raise ValueError(f"{option}: the text has {rule}; {remedy if len(tokens) > 1 else 'give a longer file'}")
-    return (len(tokens) - 1) // sequence_length
+        raise ValueError(f"{option}: {which} has {rule}; {remedy if len(tokens) > 1 else 'give a longer file'}")
 
 
-def _gather(tokens: np.ndarray, which: np.ndarray, sequence_length: int) -> tuple[np.ndarray, np.ndarray]:
-    """Return the windows `which` [n] as inputs and labels, int32 [n, T] each; only they are read from the file."""
-    windows = np.lib.stride_tricks.sliding_window_view(tokens, sequence_length + 1)[::sequence_length]
-    chosen = windows[which].astype(np.int32)
-    return np.ascontiguousarray(chosen[:, :-1]), np.ascontiguousarray(chosen[:, 1:])
+def _cut(
+    texts: Sequence[np.ndarray], sequence_length: int, option: str, end: int | None, documents: str | None, **how: Any
+) -> tuple[Text, ...]:
+    """Cut texts into rows. documents: the option that needs to know where they end, or None; how: fields of `Text`."""
+    if documents is not None and end is None:
+        raise ValueError(
+            f"{documents} needs the token that ends a document, and byte tokens have none: give --tokenizer, the one"
+            f" that the text was made with, whose folder names its end token"
+        )
+    found = []
+    for i, tokens in enumerate(texts):
+        which = "the text" if len(texts) == 1 else f"text {i + 1} of {len(texts)}"
+        _check_length(tokens, sequence_length, option, which)
+        bounds = None if documents is None or end is None else document_bounds(tokens, end)
+        found.append(Text(tokens, sequence_length, bounds, number=i, **how))
+    return tuple(found)
 
 
 @dataclass(frozen=True, eq=False)  # arrays have no plain equality, so a batch source equals only itself
 class Batches:
     """Training batches by step number, with no state: a resumed run asks for its next step and gets the right one.
 
-    Sample i of the run, counted over steps, microbatches and rows in that order, is window `i % windows` of epoch
-    `i // windows`; every epoch holds each window exactly once, in an order drawn from (seed, epoch). Up to T - 1 tokens
-    at the end of the text that fill no window are never used.
+    Sample i of the run, counted over steps, microbatches and rows in that order, is the next row of the text that
+    `mix` says. Every epoch of a text holds each of its rows exactly once, in an order drawn from (seed, epoch). That
+    order is of windows by default: it needs no document's end, and mixes the parts of a long document too.
 
     Args:
-        tokens: [tokens] of any integer dtype, a memmap for example.
+        texts: one or more [tokens] of any integer dtype, memmaps for example.
         microbatches, rows, sequence_length: M, B and T, as above.
         seed: a non-negative integer.
         shuffle: False keeps the order of the file.
+        weights: each text's share of the samples, in any unit; default its number of rows.
+        end: the token that ends a document, which the following two need.
+        shuffle_documents: reorder whole documents, per epoch, before rows are cut (and these then shuffled).
+        pack_documents: rows whose documents do not see each other, see `texts.Text`.
         option: name of the command line option that an error blames.
 
     Raises:
-        ValueError: one line, if the text is shorter than T + 1 tokens, a size is below 1 or the seed is negative.
+        ValueError: one line, if a text is shorter than T + 1 tokens, a size is below 1, the seed is negative, weights
+            are not one a text and above 0, or a document's end is not known.
     """
 
-    tokens: np.ndarray
+    texts: Sequence[np.ndarray]
     microbatches: int
     rows: int
     sequence_length: int
     seed: int
     shuffle: bool = True
+    weights: Sequence[float] | None = None
+    end: int | None = None
+    shuffle_documents: bool = False
+    pack_documents: bool = False
     option: str = "input_bin"
 
     def __post_init__(self) -> None:
         _check_sizes(microbatches=self.microbatches, rows=self.rows, sequence_length=self.sequence_length)
         if self.seed < 0:
             raise ValueError(f"seed must be at least 0, got {self.seed}")
-        _count_windows(self.tokens, self.sequence_length, self.option)
+        check_weights(self.weights, len(self.texts))
+        for text in self.cut:
+            if text.bounds is not None and len(text.bounds) == 2 and text.tokens[-1] != self.end:
+                raise ValueError(
+                    f"{self.option}: text {text.number + 1} of {len(self.texts)} has no token {self.end}, which ends a"
+                    f" document: give the tokenizer that it was made with"
+                )
 
-    @property
-    def windows(self) -> int:
-        """Number of windows of the text, which is the number of samples of an epoch."""
-        return _count_windows(self.tokens, self.sequence_length, self.option)
+    @cached_property
+    def cut(self) -> tuple[Text, ...]:
+        """The texts, cut into rows."""
+        wanted = [name for name in ("shuffle_documents", "pack_documents") if getattr(self, name)]
+        how = {"pack": self.pack_documents, "shuffle": self.shuffle, "shuffle_documents": self.shuffle_documents}
+        documents = wanted[0] if wanted else None
+        return _cut(self.texts, self.sequence_length, self.option, self.end, documents, seed=self.seed, **how)
 
-    def at(self, step: int) -> dict[str, np.ndarray]:
-        """Return step `step`'s batch, counted from 0: {"tokens", "labels"}, int32 [M, B, T] each."""
+    @cached_property
+    def mix(self) -> mixture.Mixture:
+        """Which text each sample is from."""
+        return mixture.make(self.weights or [text.count for text in self.cut])
+
+    def order(self) -> dict[str, Any]:
+        """What the order of the samples depends on beside seed and sizes, as plain data."""
+        named = {name: getattr(self, name) for name in ("shuffle_documents", "pack_documents")}
+        named |= {"split_at_token": self.end if any(named.values()) else None}
+        return named | {"corpus_tokens": [len(a) for a in self.texts], "weights_of_files": self.mix.parts.tolist()}
+
+    def at(self, step: int, rows: slice = slice(None)) -> dict[str, np.ndarray]:
+        """Return step `step`'s batch, counted from 0: int32 [M, B, T] of each of `texts.array_names`.
+
+        rows: only these of each microbatch, as a slice of the B; the others are not read.
+        """
+        texts, epochs, places = (a.reshape(self.microbatches, -1)[:, rows] for a in self._locate(step))
+        shape = (*texts.shape, self.sequence_length)
+        found = {name: np.empty(shape, np.int32) for name in array_names(self.pack_documents)}
+        for i, epoch in sorted(set(zip(texts.ravel().tolist(), epochs.ravel().tolist(), strict=True))):
+            mine = (texts == i) & (epochs == epoch)
+            for name, a in self.cut[i].rows(epoch, places[mine]).items():
+                found[name][mine] = a
+        return found
+
+    def epochs_begun(self, step: int) -> list[tuple[int, int]]:
+        """(text, epoch), both counted from 0, of the epochs but the first that begin within a step."""
+        texts, epochs, places = self._locate(step)
+        begun = (places == 0) & (epochs > 0)
+        return list(zip(texts[begun].tolist(), epochs[begun].tolist(), strict=True))
+
+    def _locate(self, step: int) -> tuple[np.ndarray, np.ndarray, np.ndarray]:
+        """Text, epoch, and place in the epoch of each of a step's samples [M * B]."""
         assert step >= 0, step
         size = self.microbatches * self.rows
-        epochs, places = np.divmod(np.arange(step * size, (step + 1) * size), self.windows)
-        if self.shuffle:
-            for epoch in range(int(epochs[0]), int(epochs[-1]) + 1):
-                mine = epochs == epoch
-                places[mine] = _permutation(self.windows, self.seed, epoch)[places[mine]]
-        inputs, labels = _gather(self.tokens, places, self.sequence_length)
-        shape = (self.microbatches, self.rows, self.sequence_length)
-        return {"tokens": inputs.reshape(shape), "labels": labels.reshape(shape)}
+        texts, samples = self.mix.locate(np.arange(step * size, (step + 1) * size))
+        return texts, *np.divmod(samples, np.asarray([text.count for text in self.cut])[texts])
+
+
+def check_weights(weights: Sequence[float] | None, texts: int) -> None:
+    """Check that there is one weight, above 0, for each text. Raises ValueError."""
+    if weights is not None and len(weights) != texts:
+        given = f"data_weights={' '.join(map(str, weights))} has {len(weights)} weights for {texts} files of input_bin"
+        raise ValueError(f"{given}: give one for each file, or none to go by their sizes")
+    for weight in weights or ():
+        if not 0 < weight < float("inf"):
+            raise ValueError(f"data_weights={weight} must be above 0 and finite: leave out a file that has no share")
 
 
 def validation_batches(
-    tokens: np.ndarray, microbatches: int, rows: int, sequence_length: int, limit: int, *, option: str = "input_val_bin"
-) -> list[dict[str, np.ndarray]]:
-    """Return a fixed set of batches for evaluation: windows in the order of the file, spread evenly over it.
+    texts: Sequence[np.ndarray],
+    microbatches: int,
+    rows: int,
+    sequence_length: int,
+    limit: int | None,
+    *,
+    end: int | None = None,
+    pack_documents: bool = False,
+    option: str = "input_val_bin",
+) -> Iterator[dict[str, np.ndarray]]:
+    """A fixed set of batches for evaluation: rows in the order of the texts, spread evenly over them.
 
     Args:
-        tokens, microbatches, rows, sequence_length, option: as for `Batches`.
-        limit: the most batches to return; fewer if the text has no more windows.
+        texts, microbatches, rows, sequence_length, end, pack_documents, option: as for `Batches`.
+        limit: the most batches, or None for all; fewer if the texts have no more rows.
 
     Returns:
-        At least one {"tokens", "labels"}, int32 [M, B, T] each; rows that pad the last batch have tokens 0 and
-        labels -100, so that all shapes are equal.
+        An iterator, of at least one batch as `Batches.at` returns them; rows that pad the last one have labels -100
+        and 0 in all else, so that all shapes are equal.
 
     Raises:
-        ValueError: one line, if the text is shorter than T + 1 tokens or a size is below 1.
+        ValueError: at once and in one line, if a text is shorter than T + 1 tokens, a size is below 1 or a document's
+            end is not known.
     """
-    _check_sizes(microbatches=microbatches, rows=rows, sequence_length=sequence_length, limit=limit)
-    windows, size = _count_windows(tokens, sequence_length, option), microbatches * rows
-    count = min(windows, limit * size)
-    inputs, labels = _gather(tokens, np.arange(count) * windows // count, sequence_length)
-    padding = ((0, -count % size), (0, 0))
-    shape = (-1, microbatches, rows, sequence_length)
-    inputs = np.pad(inputs, padding).reshape(shape)
-    labels = np.pad(labels, padding, constant_values=IGNORED_LABEL).reshape(shape)
-    return [{"tokens": x, "labels": y} for x, y in zip(inputs, labels, strict=True)]
+    size = microbatches * rows
+    limits = {} if limit is None else {"limit": limit}
+    _check_sizes(microbatches=microbatches, rows=rows, sequence_length=sequence_length, **limits)
+    documents = "pack_documents" if pack_documents else None
+    cut = _cut(texts, sequence_length, option, end, documents, pack=pack_documents)
+    firsts = np.cumsum([0, *(text.count for text in cut)])  # numbers of each text's first row, over all texts
+    total = int(firsts[-1])
+    count = total if limit is None else min(total, limit * size)
+
+    def batch(start: int) -> dict[str, np.ndarray]:
+        chosen = np.arange(start, min(start + size, count)) * total // count
+        those = np.searchsorted(firsts, chosen, side="right") - 1
+        found = {name: np.zeros((size, sequence_length), np.int32) for name in array_names(pack_documents)}
+        found["labels"][:] = IGNORED_LABEL
+        for i in np.unique(those).tolist():
+            for name, a in cut[i].rows(0, chosen[those == i] - firsts[i]).items():
+                found[name][: len(chosen)][those == i] = a
+        return {name: a.reshape(microbatches, rows, sequence_length) for name, a in found.items()}
+
+    return (batch(start) for start in range(0, count, size))

@@ -164,13 +164,14 @@ def _convert(each: Field, word: Any) -> Any:
 def check_ranges(options: Any) -> None:
     """Check every number of an options' instance against its field's range. Raises ValueError."""
     for each in fields(options):
-        value, least, most = getattr(options, each.name), each.metadata["least"], each.metadata["most"]
-        if value is None or each.metadata["type"] not in (int, float):
+        given, least, most = getattr(options, each.name), each.metadata["least"], each.metadata["most"]
+        if given is None or each.metadata["type"] not in (int, float):
             continue
         works = f"for example --{each.name} {_example(each)}"
-        if value in (math.inf, -math.inf) or value != value:
-            raise ValueError(f"{each.name}={value} must be finite, {works}")
-        if least is not None and value < least:
-            raise ValueError(f"{each.name}={value} must be at least {least}, {works}")
-        if most is not None and value > most:
-            raise ValueError(f"{each.name}={value} must be at most {most}, {works}")
+        for value in given if each.metadata["many"] else (given,):
+            if value in (math.inf, -math.inf) or value != value:
+                raise ValueError(f"{each.name}={value} must be finite, {works}")
+            if least is not None and value < least:
+                raise ValueError(f"{each.name}={value} must be at least {least}, {works}")
+            if most is not None and value > most:
+                raise ValueError(f"{each.name}={value} must be at most {most}, {works}")

@@ -4,8 +4,9 @@ Legend: B microbatch size, T sequence, M microbatches, DP data ranks.
 """
 
 import json
+import math
 import time
-from collections.abc import Callable
+from collections.abc import Callable, Iterable, Iterator, Sequence
 from dataclasses import asdict, dataclass, field, replace
 from functools import partial
 from typing import Any, NamedTuple, cast
@@ -24,6 +25,7 @@ from jaxpp.mesh import CONTEXT, ROWS
 from jaxpp.metrics import Log
 from jaxpp.partition import Placed
 from jaxpp.profile import Trace, parse_span
+from jaxpp.texts import array_names
 
 Tree = Any
 VALIDATION_BATCHES = 8
@@ -44,8 +46,8 @@ class State(NamedTuple):
 class Run:
     """Everything of a run that does not change: the options, the sizes, the mesh and what is built from them.
 
-    loss: see `executor.value_and_grad`. model: the model as JSON, for checkpoints. flops_per_token: that the model
-    needs, forward and backward (0: not known).
+    loss: see `executor.value_and_grad`. model: the model as JSON, for checkpoints. order: what the order of the data
+    depends on, likewise. flops_per_token: that the model needs, forward and backward (0: not known).
     """
 
     config: Config
@@ -55,6 +57,7 @@ class Run:
     loss: Callable = token_loss
     model: dict[str, Any] = field(default_factory=dict)
     flops_per_token: int = 0
+    order: dict[str, Any] = field(default_factory=dict)
 
     @property
     def pipeline(self) -> Pipeline:
@@ -80,7 +83,7 @@ class Run:
     def batch_spec(self) -> dict[str, jax.ShapeDtypeStruct]:
         """Shapes of a batch, int32 [M, DP*B, T]."""
         shape = (self.sizes.microbatches, self.sizes.rows, self.sizes.length)
-        return {name: jax.ShapeDtypeStruct(shape, jnp.int32) for name in ("tokens", "labels")}
+        return {name: jax.ShapeDtypeStruct(shape, jnp.int32) for name in array_names(self.config.pack_documents)}
 
     def key_spec(self) -> jax.ShapeDtypeStruct | None:
         """Shape of a step's key; None without dropout."""
@@ -138,7 +141,7 @@ def initial_state(run: Run, build: Build, read: Read | None = None, found: check
 def describe_run(run: Run) -> dict[str, Any]:
     """What a checkpoint says of its run: the model, what must not change, and all options."""
     fixed = {"optimizer": run.config.optimizer, "seed": run.config.seed}
-    fixed |= {"tokens_per_step": run.sizes.tokens, "sequence_length": run.sizes.length}
+    fixed |= {"tokens_per_step": run.sizes.tokens, "sequence_length": run.sizes.length, **run.order}
     return {"model": run.model, "fixed": fixed, "options": asdict(run.config)}
 
 
@@ -212,62 +215,104 @@ def put_batch(run: Run, batch: dict[str, np.ndarray]) -> dict[str, jax.Array]:
     return {k: jax.make_array_from_callback(a.shape, where, a.__getitem__) for k, a in batch.items()}
 
 
-def load_corpus(config: Config, vocab_size: int, where: str | None = None) -> tuple[np.ndarray, np.ndarray, str]:
-    """Training and validation tokens, and their description. Raises ValueError for files that cannot be used.
+class Corpus(NamedTuple):
+    """Training texts, validation texts, what they are in words, and the token that ends a document, or None."""
+
+    texts: tuple[np.ndarray, ...]
+    validation: tuple[np.ndarray, ...]
+    said: str
+    end: int | None
+
+
+def read_texts(paths: Sequence[str], vocab_size: int, where: str | None, option: str) -> tuple[np.ndarray, ...]:
+    """The tokens of files; texts by the tokenizer of `where`. Raises ValueError, naming the option."""
+    found = []
+    for path in paths:
+        tokens = data.read_tokens(path, 2**32, option=option)
+        if tokens.dtype == np.uint8 and where is not None:
+            path = tokenize.cached(tokens.tobytes(), where)
+        found.append(data.read_tokens(path, vocab_size, option=option))
+    return tuple(found)
+
+
+def load_corpus(config: Config, vocab_size: int, where: str | None = None) -> Corpus:
+    """Training and validation texts. Raises ValueError for files that cannot be used.
 
     where: the tokenizer of text, see `tokenizer.load`; a text is tokenized once and found again by its content.
     """
     chosen = tokenizer.load(where)
     tokenizer.check_vocabulary(chosen, vocab_size)
-
-    def tokens_of(found: np.ndarray, option: str) -> np.ndarray:
-        if found.dtype != np.uint8 or where is None:  # a token file, or bytes
-            return found
-        return data.read_tokens(tokenize.cached(found.tobytes(), where), vocab_size, option=option)
-
-    def read(path: str, option: str) -> np.ndarray:
-        found = data.read_tokens(path, 2**32, option=option)
-        text = found.dtype == np.uint8 and where is not None
-        return tokens_of(found, option) if text else data.read_tokens(path, vocab_size, option=option)
-
     if config.input_bin is None:
         if config.input_val_bin is not None:
             raise ValueError("input_val_bin is given without input_bin: give both, or neither for Python's own source")
-        train, validation = (tokens_of(part, "input_bin") for part in data.default_corpus())
+        train, validation = data.default_corpus()
+        if where is not None:
+            files = [tokenize.cached(part.tobytes(), where) for part in (train, validation)]
+            train, validation = (data.read_tokens(path, vocab_size) for path in files)
         kind = f"{len(train) / 1e6:.1f} MB, byte tokens" if where is None else f"{len(train):,} tokens, {chosen.name}"
-        return train, validation, f"Python's own source ({kind})"
-    train = read(config.input_bin, "input_bin")
+        return Corpus((train,), (validation,), f"Python's own source ({kind})", chosen.end)
+    texts = read_texts(config.input_bin, vocab_size, where, "input_bin")
     if config.input_val_bin is not None:
-        validation = read(config.input_val_bin, "input_val_bin")
-    else:  # the last twentieth is held out
-        train, validation = np.split(train, [len(train) - len(train) // 20])
+        validation = read_texts(config.input_val_bin, vocab_size, where, "input_val_bin")
+    else:  # the last twentieth of each is held out
+        held_out = [len(tokens) - len(tokens) // 20 for tokens in texts]
+        validation = tuple(tokens[n:] for tokens, n in zip(texts, held_out, strict=True))
+        texts = tuple(tokens[:n] for tokens, n in zip(texts, held_out, strict=True))
     by = "" if where is None else f", {chosen.name}"
-    return train, validation, f"{config.input_bin} ({len(train):,} tokens{by})"
+    count = sum(len(tokens) for tokens in texts)
+    return Corpus(texts, validation, f"{', '.join(config.input_bin)} ({count:,} tokens{by})", chosen.end)
 
 
-def validation_set(run: Run, tokens: np.ndarray) -> list[dict[str, np.ndarray]]:
-    """The fixed batches that validation runs over."""
-    s = run.sizes
+def make_batches(run: Run, corpus: Corpus) -> data.Batches:
+    """The batches that a run trains on. Raises ValueError where the corpus is too short or cannot be cut so."""
+    c, s = run.config, run.sizes
+    how = {"shuffle_documents": c.shuffle_documents, "pack_documents": c.pack_documents, "end": corpus.end}
+    return data.Batches(corpus.texts, s.microbatches, s.rows, s.length, c.seed, weights=c.data_weights, **how)
+
+
+def evaluation_batches(run: Run, corpus: Corpus, limit: int | None) -> Iterator[dict[str, np.ndarray]]:
+    """At most `limit` batches of the validation texts, spread evenly; None: all. Raises ValueError like the above."""
+    s, packed = run.sizes, run.config.pack_documents
     option = "input_bin" if run.config.input_val_bin is None else "input_val_bin"
-    return data.validation_batches(tokens, s.microbatches, s.rows, s.length, VALIDATION_BATCHES, option=option)
+    sizes = (s.microbatches, s.rows, s.length, limit)
+    return data.validation_batches(corpus.validation, *sizes, end=corpus.end, pack_documents=packed, option=option)
 
 
-def check_corpus(run: Run, train_tokens: np.ndarray, validation_tokens: np.ndarray) -> None:
-    """Check that both texts hold at least one row. Raises ValueError with the numbers."""
-    s = run.sizes
-    data.Batches(train_tokens, s.microbatches, s.rows, s.length, run.config.seed)
-    validation_set(run, validation_tokens)
+class Feeds(NamedTuple):
+    """What a run trains on, and the fixed batches that it is validated on."""
+
+    batches: data.Batches
+    held_out: list[dict[str, np.ndarray]]
 
 
-def make_eval(run: Run) -> Callable[[Placed, list[dict]], float]:
-    """A function (params, batches) -> mean loss of a valid token, through the pipeline forward only."""
+def make_feeds(run: Run, corpus: Corpus) -> Feeds:
+    """Both. Raises ValueError like `make_batches`."""
+    return Feeds(make_batches(run, corpus), list(evaluation_batches(run, corpus, VALIDATION_BATCHES)))
+
+
+class Evaluation(NamedTuple):
+    """Mean loss of a valid token, its exponential, and the number of valid tokens."""
+
+    loss: float
+    perplexity: float
+    tokens: int
+
+
+def make_eval(run: Run) -> Callable[[Placed, Iterable[dict]], Evaluation]:
+    """A function (params, batches) -> evaluation, through the pipeline forward only."""
     # Validation is of the text alone: what else a model trains by stays out.
     evaluate = jax.jit(partial(executor.eval_step, replace(run.pipeline, loss=token_loss)))
 
-    def mean(params: Placed, batches: list[dict]) -> float:
-        sums = [evaluate(params, put_batch(run, batch)) for batch in batches]
-        total, count = np.asarray(jax.device_get(sums), np.float64).sum(axis=0)
-        return float(total / count)
+    def mean(params: Placed, batches: Iterable[dict]) -> Evaluation:
+        sums, waiting = np.zeros(2), None
+        for batch in batches:
+            running = evaluate(params, put_batch(run, batch))
+            if waiting is not None:  # fetched while the next one runs, so that batches do not pile up on the devices
+                sums += jax.device_get(waiting)
+            waiting = running
+        total, count = sums + jax.device_get(waiting)
+        loss = float(total / count)
+        return Evaluation(loss, math.exp(min(loss, 700.0)), int(count))
 
     return mean
 
@@ -285,16 +330,14 @@ class Hooks(NamedTuple):
     stop: Callable[[int], bool] = lambda step: False
 
 
-def train(run: Run, build: Build, corpus: tuple[np.ndarray, np.ndarray], log: Log, hooks: Hooks = Hooks()) -> State:  # noqa: B008
+def train(run: Run, build: Build, feeds: Feeds, log: Log, hooks: Hooks = Hooks()) -> State:  # noqa: B008
     """Train.
 
-    Args: build, key -> model; corpus, training and validation tokens.
+    Args: build, key -> model; feeds, of `make_feeds`.
     Returns: the last state. Every step and validation is logged; the step's numbers are fetched while the next one
     runs, so that the host is never waited for.
     """
-    config, s = run.config, run.sizes
-    batches = data.Batches(corpus[0], s.microbatches, s.rows, s.length, config.seed)
-    held_out = validation_set(run, corpus[1])
+    config = run.config
     saver = checkpoint.Saver(config.save, config.max_checkpoint_keep) if config.save else None
     wire.self_test(run.mesh, run.pipeline.wire)
     state, step, evaluate = initial_state(run, build, hooks.read, hooks.found), make_step(run), make_eval(run)
@@ -306,8 +349,11 @@ def train(run: Run, build: Build, corpus: tuple[np.ndarray, np.ndarray], log: Lo
             report(None, None, flush=True)
             trace.start(state)
             report(None, None, flush=True)  # what that took is no step's time
+        for text, epoch in feeds.batches.epochs_begun(i):
+            name = f" of {config.input_bin[text]}" if config.input_bin and len(config.input_bin) > 1 else ""
+            log.say(f"epoch {epoch + 1}{name} begins with step {i + 1}")
         with jax.profiler.StepTraceAnnotation("train", step_num=i + 1):
-            batch = put_batch(run, batches.at(i))
+            batch = put_batch(run, feeds.batches.at(i))
             state, metrics = step(state, batch)
         last, stopping = i + 1 == config.num_iteration, hooks.stop(i + 1)
         due = lambda every, i=i, last=last: last or (every > 0 and (i + 1) % every == 0)
@@ -324,9 +370,9 @@ def train(run: Run, build: Build, corpus: tuple[np.ndarray, np.ndarray], log: Lo
             log.say(f"stopped after step {i + 1}")
             break
         if validate:
-            value = evaluate(state.params, held_out)
-            log.write({"step": i + 1, "val_loss": value})
-            log.say(f"step {i + 1}  validation loss {value:.4f}")
+            found = evaluate(state.params, feeds.held_out)
+            log.write({"step": i + 1, "val_loss": found.loss, "perplexity": found.perplexity})
+            log.say(f"step {i + 1}  validation loss {found.loss:.4f}  perplexity {found.perplexity:.2f}")
         if sampling:
             hooks.sample(state.params)
         if validate or sampling or saving or tracing:

@@ -62,7 +62,7 @@ def test_output_where_there_is_no_terminal(tmp_path: Path, token_file: str) -> N
     assert [line.split("  ")[0] for line in said[1:5]] == ["step 1", "step 2", "step 3", "step 3"]
     assert said[-1] == "metrics are in output/metrics.jsonl"
     lines = [json.loads(line) for line in (tmp_path / "output" / "metrics.jsonl").read_text().splitlines()]
-    assert [set(line) for line in lines] == [KEYS] * 3 + [{"step", "val_loss"}]
+    assert [set(line) for line in lines] == [KEYS] * 3 + [{"step", "val_loss", "perplexity"}]
     assert [f"loss {line['loss']:.4f}" in text for line, text in zip(lines, said[1:4], strict=False)] == [True] * 3
     assert f"validation loss {lines[-1]['val_loss']:.4f}" in said[4]
 

@@ -22,7 +22,7 @@ def test_every_option_is_read(name, dash):
         assert parse([word], COMMANDS) == ("train", Config(**{name: True}))
         return
     value = choices[-1] if choices else OTHER[kind]
-    want = Config(**{name: value})
+    want = Config(**{name: (value,) if OPTIONS[name].metadata["many"] else value})
     assert want != Config()
     assert parse([word, str(value)], COMMANDS) == ("train", want)
     assert parse([f"{word}={value}"], COMMANDS) == ("train", want)
@@ -55,6 +55,7 @@ def refusal(**options) -> str:
 
 
 NUMBERS = {name: option for name, option in OPTIONS.items() if option.metadata["type"] in (int, float)}
+NUMBERS.pop("data_weights")  # the only one of which there may be several
 LEAST = {name: option.metadata["least"] for name, option in NUMBERS.items() if name != "dropout"}
 
 
@@ -77,7 +78,7 @@ def test_every_number_has_a_least_value():
     assert {name for name, least in LEAST.items() if least == 1} == ones
 
 
-FLOATS = [name for name, option in OPTIONS.items() if option.metadata["type"] is float]
+FLOATS = [name for name, option in NUMBERS.items() if option.metadata["type"] is float]
 
 
 @pytest.mark.parametrize("value", [float("nan"), float("-inf")])
@@ -89,6 +90,21 @@ def test_no_number_is_nan(name, value):
 @pytest.mark.parametrize("name", ["learning_rate", "min_learning_rate", "weight_decay"])
 def test_no_rate_is_infinite(name):
     assert refusal(**{name: float("inf")}).startswith(f"{name}=inf must be")
+
+
+@pytest.mark.parametrize(
+    ("weights", "said"),
+    [
+        ((0.5, -1.0), "data_weights=-1.0 must be at least 0"),
+        ((0.5, float("nan")), "data_weights=nan must be finite"),
+        ((0.0, 1.0), "data_weights=0.0 must be above 0"),
+        ((1.0,), "data_weights=1.0 has 1 weights for 2 files of input_bin: give one for each file"),
+    ],
+)
+def test_weights(weights, said):
+    assert refusal(data_weights=weights, input_bin=("a", "b")).startswith(said)
+    check(Config(data_weights=(0.25, 3.0), input_bin=("a", "b")), layers=8, positions=256)
+    assert "has 2 weights for 0 files" in refusal(data_weights=(1.0, 2.0))
 
 
 @pytest.mark.parametrize("value", [-0.1, 1.0])

@@ -1,18 +1,15 @@
-"""Tests of jaxpp.data: every refusal's wording, the mapping, the corpus's split and the order of the samples."""
+"""Tests of jaxpp.data: every refusal's wording, the mapping and the corpus's split; test_batches.py has the rest."""
 
 import os
 import tracemalloc
 
 import numpy as np
 import pytest
-from hypothesis import given, settings
-from hypothesis import strategies as st
 
 from jaxpp import data
-from jaxpp.data import Batches, default_corpus, read_tokens, validation_batches, write_tokens
+from jaxpp.data import default_corpus, read_tokens, write_tokens
 
 U16, U32 = 20240520, 20240801
-SIZES = st.integers(1, 5)
 
 
 def token_file(magic=U16, version=1, count=3, tokens=(5, 6, 7), dtype="<u2"):
@@ -228,131 +225,3 @@ def test_corpus_without_sources(tmp_path, monkeypatch):
     fake_stdlib(monkeypatch, tmp_path, {"os.pyc": b"x"})
     message = refusal(default_corpus)
     assert "input_bin" in message and str(tmp_path) in message
-
-
-# Batches.
-
-
-def window_numbers(batch, length):
-    """The window of each row, for tokens that count up from 0."""
-    return (batch["tokens"][..., 0] // length).ravel().tolist()
-
-
-@settings(max_examples=60, deadline=None)
-@given(SIZES, SIZES, st.integers(1, 7), st.integers(1, 23), st.integers(0, 6), st.integers(0, 2**40), st.booleans())
-def test_each_window_exactly_once_an_epoch(micro, rows, length, windows, rest, seed, shuffle):
-    tokens = np.arange(windows * length + 1 + rest % length, dtype=np.uint16)
-    batches = Batches(tokens, micro, rows, length, seed, shuffle)
-    assert batches.windows == windows
-    steps = -(-3 * windows // (micro * rows))
-    seen = []
-    for step in range(steps):
-        batch = batches.at(step)
-        for part in batch.values():
-            assert part.shape == (micro, rows, length) and part.dtype == np.int32
-        assert np.array_equal(batch["labels"], batch["tokens"] + 1)
-        assert np.array_equal(batch["tokens"] % length, np.broadcast_to(np.arange(length), (micro, rows, length)))
-        seen += window_numbers(batch, length)
-    for epoch in range(3):
-        order = seen[epoch * windows : (epoch + 1) * windows]
-        assert sorted(order) == list(range(windows))
-        assert shuffle or order == sorted(order)
-
-
-@pytest.mark.parametrize("split", [(1, 12), (2, 6), (3, 4), (12, 1)])
-def test_samples_do_not_depend_on_the_split(split):
-    tokens = np.random.default_rng(0).integers(0, 1000, 500)
-    whole = Batches(tokens, 4, 3, 8, seed=5)
-    other = Batches(tokens, *split, 8, seed=5)
-    for step in (0, 4, 5, 11):
-        for key in ("tokens", "labels"):
-            assert np.array_equal(whole.at(step)[key].reshape(12, 8), other.at(step)[key].reshape(12, 8))
-
-
-def test_any_step_in_any_order():
-    tokens = np.arange(301)
-    batches = Batches(tokens, 2, 3, 4, seed=1)
-    ahead = {step: batches.at(step)["tokens"] for step in (40, 3, 12, 0)}
-    data._permutation.cache_clear()
-    for step in range(41):
-        now = Batches(tokens, 2, 3, 4, seed=1).at(step)["tokens"]
-        assert step not in ahead or np.array_equal(now, ahead[step])
-
-
-def test_order_is_the_documented_permutation():
-    batches = Batches(np.arange(101), 1, 10, 10, seed=9)
-    for epoch in range(3):
-        order = np.random.Generator(np.random.PCG64([9, epoch])).permutation(10)
-        assert window_numbers(batches.at(epoch), 10) == order.tolist()
-
-
-def test_seed_and_epoch_change_the_order():
-    tokens = np.arange(401)
-    first, second = (window_numbers(Batches(tokens, 1, 40, 10, seed=2).at(step), 10) for step in (0, 1))
-    other = window_numbers(Batches(tokens, 1, 40, 10, seed=3).at(0), 10)
-    assert first != second and first != other and first != sorted(first)
-
-
-def test_changing_a_batch_changes_no_other():
-    tokens = np.arange(41, dtype=np.int32)
-    batches = Batches(tokens, 1, 4, 10, seed=0)
-    before = batches.at(0)["labels"].copy()
-    batch = batches.at(0)
-    batch["tokens"][:] = -1
-    assert np.array_equal(batch["labels"], before) and np.array_equal(batches.at(0)["labels"], before)
-    assert np.array_equal(tokens, np.arange(41))
-
-
-def test_batches_from_a_mapped_file(tmp_path):
-    write_tokens(tmp_path / "x.bin", np.arange(100, 121), np.uint32)
-    batch = Batches(read_tokens(tmp_path / "x.bin", 200), 1, 2, 10, seed=0, shuffle=False).at(0)
-    assert batch["tokens"].tolist() == [[list(range(100, 110)), list(range(110, 120))]]
-    assert type(batch["tokens"]) is np.ndarray and batch["tokens"].flags.c_contiguous
-
-
-@pytest.mark.parametrize("length", [10, 11, 400])
-@pytest.mark.parametrize("count", [0, 1, 10])
-def test_text_shorter_than_a_window(length, count):
-    for option, call in (
-        ("input_bin", lambda: Batches(np.arange(count), 1, 1, length, seed=0)),
-        ("input_val_bin", lambda: validation_batches(np.arange(count), 1, 1, length, 3)),
-    ):
-        message = refusal(call)
-        assert message.startswith(f"{option}: ")
-        assert f"{count} tokens" in message and f" {length + 1} " in message and "longer file" in message
-        assert ("at most 9" in message) == (count == 10) and "at most 0" not in message
-
-
-@pytest.mark.parametrize("name", ["microbatches", "rows", "sequence_length", "limit"])
-def test_sizes_below_one(name):
-    sizes = {"microbatches": 2, "rows": 2, "sequence_length": 2, "limit": 2} | {name: 0}
-    assert f"{name} must be at least 1, got 0" in refusal(validation_batches, np.arange(99), **sizes)
-    if sizes.pop("limit"):
-        assert f"{name} must be at least 1, got 0" in refusal(Batches, np.arange(99), **sizes, seed=0)
-
-
-def test_negative_seed():
-    assert "-1" in refusal(Batches, np.arange(99), 1, 1, 1, seed=-1)
-
-
-# Validation.
-
-
-@settings(max_examples=60, deadline=None)
-@given(SIZES, SIZES, st.integers(1, 7), st.integers(1, 60), st.integers(1, 9))
-def test_validation_covers_evenly(micro, rows, length, windows, limit):
-    tokens = np.arange(windows * length + 1, dtype=np.uint16)
-    batches = validation_batches(tokens, micro, rows, length, limit)
-    size = micro * rows
-    count = min(windows, limit * size)
-    assert len(batches) == -(-count // size) <= limit
-    for batch in batches:
-        for part in batch.values():
-            assert part.shape == (micro, rows, length) and part.dtype == np.int32
-    inputs = np.concatenate([b["tokens"].reshape(size, length) for b in batches])
-    labels = np.concatenate([b["labels"].reshape(size, length) for b in batches])
-    assert (labels[count:] == -100).all() and (inputs[count:] == 0).all()
-    assert np.array_equal(labels[:count], inputs[:count] + 1)
-    chosen = inputs[:count, 0] // length
-    gaps = np.diff(np.append(chosen, windows))
-    assert chosen[0] == 0 and gaps.min() >= 1 and gaps.max() - gaps.min() <= 1

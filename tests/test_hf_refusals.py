@@ -262,7 +262,7 @@ def test_training_from_a_folder_starts_from_its_weights(folder: Path, tmp_path: 
     assert run.main([*words, "--total_batch_size", "128"]) == 0
     first = json.loads((tmp_path / "out" / "metrics.jsonl").read_text().splitlines()[0])
     tokens, _ = jaxpp.data.default_corpus()
-    batch = jaxpp.data.Batches(tokens, 4, 2, 16, 0).at(0)
+    batch = jaxpp.data.Batches([tokens], 4, 2, 16, 0).at(0)
     net = transformers.LlamaForCausalLM.from_pretrained(folder).eval()
     with torch.no_grad():
         found = net(torch.tensor(batch["tokens"].reshape(-1, 16))).logits.log_softmax(-1)

@@ -148,7 +148,8 @@ def test_dropout_does_not_depend_on_the_split(tmp_path: Path) -> None:
 def test_metrics_file(tmp_path: Path) -> None:
     found = lines(tmp_path, "--num_iteration", "3", "--val_loss_every", "2", "--optimizer", "sgd")
     keys = {"step", "loss", "grad_norm", "learning_rate", "tokens_per_second", "step_seconds"}
-    assert [set(line) for line in found] == [keys, keys, {"step", "val_loss"}, keys, {"step", "val_loss"}]
+    validation = {"step", "val_loss", "perplexity"}
+    assert [set(line) for line in found] == [keys, keys, validation, keys, validation]
     assert [line["step"] for line in found] == [1, 2, 2, 3, 3]
     assert all(line["loss"] == np.float32(line["loss"]) != round(line["loss"], 4) for line in found if "loss" in line)
 

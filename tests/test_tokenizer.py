@@ -184,14 +184,15 @@ def test_training_text_is_tokenized_once(folders: dict, tmp_path: Path, monkeypa
     """Found again by content: another text, or another tokenizer, makes another file."""
     monkeypatch.setenv("XDG_CACHE_HOME", str(tmp_path / "cache"))
     (tmp_path / "a.txt").write_text(TEXT)
-    config = Config(input_bin=str(tmp_path / "a.txt"))
+    config = Config(input_bin=(str(tmp_path / "a.txt"),))
     where = folders["byte level"]
-    tokens, held_out, said = train.load_corpus(config, 700, where)
+    (tokens,), (held_out,), said, end = train.load_corpus(config, 700, where)
     want = tokenizer.load(where)
     np.testing.assert_array_equal(np.concatenate((tokens, held_out)), [*want.encode(TEXT), want.end])
+    assert end == want.end
     assert want.name in said
     monkeypatch.setattr(tokenize, "write", lambda *_: pytest.fail("tokenized again"))
-    again, *_ = train.load_corpus(config, 700, where)
+    (again,), *_ = train.load_corpus(config, 700, where)
     np.testing.assert_array_equal(again, tokens)
     monkeypatch.undo()
     monkeypatch.setenv("XDG_CACHE_HOME", str(tmp_path / "cache"))

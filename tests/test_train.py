@@ -81,13 +81,16 @@ def test_a_step_needs_nothing_from_the_host(dropout: float) -> None:
 def test_validation_is_the_mean_over_all_tokens() -> None:
     run = make(pipeline_parallel=4)
     tokens = np.random.default_rng(0).integers(0, 97, 700).astype(np.uint16)
-    batches = train.validation_set(run, tokens)
+    batches = list(train.evaluation_batches(run, train.Corpus((), (tokens,), "", None), 8))
     state = train.initial_state(run, build)
     model = build(jax.random.key(0))
     whole = {name: jnp.concatenate([b[name] for b in batches]) for name in batches[0]}
     want = reference.value_and_grad(partition.Model(model.embed, list(model.blocks), model.head), whole)
     assert (whole["labels"] == -100).any()
-    assert train.make_eval(run)(state.params, batches) == pytest.approx(float(want.loss), rel=1e-6)
+    found = train.make_eval(run)(state.params, batches)
+    assert found.loss == pytest.approx(float(want.loss), rel=1e-6)
+    assert found.perplexity == pytest.approx(np.exp(float(want.loss)), rel=1e-5)
+    assert found.tokens == (whole["labels"] != -100).sum()
 
 
 @pytest.mark.parametrize(("most", "factor"), [(1.0, 0.2), (10.0, 1.0), (0.0, 1.0)])
