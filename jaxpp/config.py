@@ -7,6 +7,7 @@ from dataclasses import dataclass
 
 from jaxpp.options import check_ranges, nearest, option
 from jaxpp.precision import DTYPES, parse_dtype
+from jaxpp.records import parse_check
 from jaxpp.remat import check_remat
 from jaxpp.schedules import SCHEDULES
 
@@ -70,6 +71,11 @@ class Config:
     max_checkpoint_keep: int = option(3, "how many of the newest checkpoints stay", int, least=1)
     load: str | None = option(None, "go on from the newest whole checkpoint of this folder")
     output_dir: str = option("output", "folder for metrics.jsonl")
+    precision_check: str | None = option(
+        None,
+        "record every step's tensors: level=1 (of each layer) or 2 (inside too), path=DIR (default: OUTPUT/precision),"
+        " format=simple|md5, save_tensors=true|false, md5_tolerance=1e-3, with commas between them",
+    )
     emulate_devices: int | None = option(
         None, "run on the CPU as this many devices (default without GPUs)", int, least=1, most=1024
     )
@@ -157,6 +163,8 @@ def check(config: Config, layers: int, positions: int) -> None:
     check_ranges(config)
     if config.save_interval and config.save is None:
         raise ValueError(f"save_interval={config.save_interval} needs a folder: give --save FOLDER")
+    if config.precision_check is not None:
+        parse_check(config.precision_check, config.output_dir)
     if not 0 <= config.dropout < 1:
         raise ValueError(f"dropout={config.dropout} must be in [0, 1), for example --dropout 0.1")
     if config.schedule is not None and config.schedule not in SCHEDULES:

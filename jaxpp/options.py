@@ -21,15 +21,16 @@ def option(
     least: float | None = None,
     most: float | None = None,
     many: bool = False,
+    positional: bool = False,
 ) -> Any:
     """A dataclass field that is a command line option.
 
     Args: default, None where it is resolved later; text, for --help; type, str, int, float or bool (a flag); choices,
     the allowed words; least and most, the allowed range, checked by `check_ranges`; many, one or more values, which
-    come as a tuple.
+    come as a tuple; positional, such values are given without the option's name.
     """
     metadata = {"help": text, "type": type, "choices": choices, "least": least, "most": most, "many": many}
-    return field(default=default, metadata=metadata)
+    return field(default=default, metadata=metadata | {"positional": positional})
 
 
 def nearest(name: str, known: Sequence[str] | Mapping[str, Any]) -> str:
@@ -64,17 +65,18 @@ def parse(arguments: Sequence[str], commands: Mapping[str, type], prog: str = "r
         parser.epilog = f"Other commands: {', '.join(list(commands)[1:])}; see {prog} COMMAND --help."
     for each in fields(made):
         _add(parser, each)
-    found, unknown = parser.parse_known_args(rest)
+    found, unknown = parser.parse_known_intermixed_args(rest)
     for word in unknown:
         near = get_close_matches(word.split("=")[0].replace("-", "_").replace("__", "--", 1), _words(made), n=1)
         hint = f", did you mean {near[0]}?" if near else " (see --help)"
         raise ValueError(f"{word} is not an option of {command}{hint}")
-    values = {each.name: getattr(found, each.name) for each in fields(made) if getattr(found, each.name) is not None}
-    return command, made(**{name: _value(made, name, value) for name, value in values.items()})
+    values = {each.name: getattr(found, each.name) for each in fields(made)}
+    values = {name: _value(made, name, value) for name, value in values.items() if value not in (None, [])}
+    return command, made(**values)
 
 
 def _words(made: type) -> list[str]:
-    return [f"--{each.name}" for each in fields(made)]
+    return [f"--{each.name}" for each in fields(made) if not each.metadata["positional"]]
 
 
 def _add(parser: argparse.ArgumentParser, each: Field) -> None:
@@ -83,7 +85,9 @@ def _add(parser: argparse.ArgumentParser, each: Field) -> None:
     assert each.default is not MISSING
     shown = "" if each.default is None or data["type"] is bool else f" (default: {each.default})"
     text = (data["help"] + shown).replace("%", "%%")
-    if data["type"] is bool:
+    if data["positional"]:
+        parser.add_argument(each.name, help=text, metavar=each.name.upper(), nargs="*")
+    elif data["type"] is bool:
         parser.add_argument(*names, action="store_true", default=None, help=text)
     else:
         metavar = "{" + ",".join(data["choices"]) + "}" if data["choices"] else data["type"].__name__.upper()

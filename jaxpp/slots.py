@@ -16,11 +16,12 @@ import jax
 import jax.numpy as jnp
 from jax.sharding import Mesh
 
-from jaxpp import partition, remat, wire
+from jaxpp import partition, probe, remat, wire
 from jaxpp.losses import count_valid, token_loss, with_metrics
 from jaxpp.mesh import DATA, PIPE
 from jaxpp.partition import Placed
 from jaxpp.precision import Precision
+from jaxpp.probe import Probe
 from jaxpp.schedules import IDLE, Schedule
 
 Tree = Any
@@ -35,6 +36,7 @@ class Pipeline:
     precision: Precision
     remat: str = "dots"
     loss: Callable = token_loss
+    probe: Probe | None = None  # needs remat="none": a policy would run a layer, and its taps, twice
 
     @property
     def wire(self) -> wire.Wire:
@@ -70,7 +72,8 @@ class Context(NamedTuple):
     def known(self, c: jax.Array, m: jax.Array) -> list:
         """(microbatch, key) for the layer of each place: what the B slot can build again."""
         microbatch = at(self.batch, m)
-        return [(microbatch, self.layer_key(m, self.first[c] + k)) for k in range(len(self.weights))]
+        layers = [self.first[c] + k for k in range(len(self.weights))]
+        return [(probe.mark(self.pipeline.probe, microbatch, m, i), self.layer_key(m, i)) for i in layers]
 
     def layer_key(self, m: jax.Array, layer: jax.Array | int) -> jax.Array | None:
         """The key of one layer (-1: the embedding) for one microbatch: the same for any number of stages."""
@@ -78,6 +81,12 @@ class Context(NamedTuple):
             return None
         row = m * self.pipeline.mesh.shape[DATA] + jax.lax.axis_index(DATA)
         return jax.random.fold_in(jax.random.fold_in(self.key, row), layer + 1)
+
+    def note_embed(self, m: jax.Array, direction: str, tree: Tree) -> Tree:
+        if self.pipeline.probe is None:
+            return tree
+        marked = probe.mark(self.pipeline.probe, at(self.batch, m), m, -1)
+        return probe.note(self.pipeline.probe, "embed", direction, marked, tree)
 
     def embed(self, m: jax.Array, embed: Any) -> Tree:
         return _embed(self.pipeline, embed, at(self.batch, m), self.layer_key(m, -1))
@@ -123,7 +132,8 @@ class Shapes(NamedTuple):
 
 
 def _layer(pipeline: Pipeline) -> Callable:
-    return remat.checkpointed(lambda block, stream, known: block(stream, *known), pipeline.remat)
+    call = partial(probe.call, pipeline.probe)
+    return remat.checkpointed(lambda block, stream, known: call(block, stream, *known), pipeline.remat)
 
 
 def make_shapes(pipeline: Pipeline, weights: list, outer: dict, batch: dict, key: jax.Array | None) -> Shapes:
@@ -139,7 +149,8 @@ def make_shapes(pipeline: Pipeline, weights: list, outer: dict, batch: dict, key
     for k, block in enumerate(chunk):
         out = jax.eval_shape(lambda b, x, *known: b(x, *known), block, stream, microbatch, key)
         wire.check(stream, out, f"of block {k} (a block keeps the shapes and dtypes of its input)")
-    templates = [remat.template(_layer(pipeline), block, stream, (microbatch, key)) for block in chunk]
+    known = (probe.mark_spec(pipeline.probe, microbatch), key)
+    templates = [remat.template(_layer(pipeline), block, stream, known) for block in chunk]
     kept = stream if pipeline.remat == "full" else [t.kept for t in templates]
     slots = pipeline.schedule.ring_slots
     ring = jax.tree.map(lambda a: jax.ShapeDtypeStruct((slots, *a.shape), a.dtype), kept)
@@ -224,7 +235,7 @@ def chunk_input(ctx: Context, shapes: Shapes, f: dict, m: jax.Array, arrived: Tr
     """A chunk's input: the embedding's output on the first chunk, elsewhere what arrived, in the stream's dtype."""
     return jax.lax.cond(
         f["read"] == IDLE,
-        lambda: ctx.embed(m, ctx.outer["embed"]),
+        lambda: ctx.note_embed(m, probe.FORWARD, ctx.embed(m, ctx.outer["embed"])),
         lambda: cast_like(at(arrived, f["read"]), shapes.stream),
     )
 
@@ -297,8 +308,9 @@ def _head_backward(ctx: Context, m: jax.Array, outer: dict, losses: dict, out: T
     microbatch, count = at(ctx.batch, m), jnp.maximum(ctx.count, 1.0)
 
     def loss(weights: dict, out: Tree) -> tuple[jax.Array, dict]:
-        value, metrics = with_metrics(ctx.pipeline.loss(weights["head"], weights["embed"], out, microbatch))
-        return value / count, metrics
+        with probe.inside(ctx.pipeline.probe, "head", probe.mark(ctx.pipeline.probe, microbatch, m, -1)):
+            value, metrics = with_metrics(ctx.pipeline.loss(weights["head"], weights["embed"], out, microbatch))
+            return probe.tap("loss", value, 1) / count, metrics
 
     (value, metrics), (found, cotangent) = jax.value_and_grad(loss, argnums=(0, 1), has_aux=True)(ctx.outer, out)
     outer = jax.tree.map(lambda a, g: a + g.astype(a.dtype), outer, found)
@@ -309,5 +321,5 @@ def _head_backward(ctx: Context, m: jax.Array, outer: dict, losses: dict, out: T
 def _embed_backward(ctx: Context, m: jax.Array, outer: dict, cotangent: Tree) -> dict:
     """Gradients of the embedding from the first chunk's cotangent; the lookup is run again."""
     _, vjp = jax.vjp(partial(ctx.embed, m), ctx.outer["embed"])
-    (found,) = vjp(cotangent)
+    (found,) = vjp(ctx.note_embed(m, probe.BACKWARD, cotangent))
     return outer | {"embed": jax.tree.map(lambda a, g: a + g.astype(a.dtype), outer["embed"], found)}

@@ -23,6 +23,8 @@ from jaxpp.losses import token_loss
 from jaxpp.mesh import DATA
 from jaxpp.metrics import Log
 from jaxpp.partition import Placed
+from jaxpp.probe import Probe
+from jaxpp.records import Recorder, watched
 
 Tree = Any
 VALIDATION_BATCHES = 8
@@ -43,7 +45,7 @@ class State(NamedTuple):
 class Run:
     """Everything of a run that does not change: the options, the sizes, the mesh and what is built from them.
 
-    loss: see `executor.value_and_grad`. model: the model as JSON, for checkpoints.
+    loss: see `executor.value_and_grad`. model: the model as JSON, for checkpoints. recorder: of the precision checker.
     """
 
     config: Config
@@ -52,6 +54,7 @@ class Run:
     layout: partition.Layout
     loss: Callable = token_loss
     model: dict[str, Any] = field(default_factory=dict)
+    recorder: Recorder | None = None
 
     @property
     def pipeline(self) -> Pipeline:
@@ -59,7 +62,10 @@ class Run:
         c, s = self.config, self.sizes
         chosen = precision.resolve(c.dtype, c.pipeline_dtype, c.grad_pipeline_dtype, c.fp32_residual)
         table = schedules.build(c.schedule_name, s.pipe, s.microbatches, c.virtual_pipeline_parallel)
-        return Pipeline(table, self.mesh, chosen, c.remat, self.loss)
+        if self.recorder is None:
+            return Pipeline(table, self.mesh, chosen, c.remat, self.loss)
+        probe = Probe(self.recorder.check.level, self.recorder)
+        return Pipeline(table, self.mesh, chosen, "none", self.loss, probe)
 
     @property
     def rate(self) -> Callable[[Any], jax.Array]:
@@ -241,7 +247,7 @@ def check_corpus(run: Run, train_tokens: np.ndarray, validation_tokens: np.ndarr
 def make_eval(run: Run) -> Callable[[Placed, list[dict]], float]:
     """A function (params, batches) -> mean loss of a valid token, through the pipeline forward only."""
     # Validation is of the text alone: what else a model trains by stays out.
-    evaluate = jax.jit(partial(executor.eval_step, replace(run.pipeline, loss=token_loss)))
+    evaluate = jax.jit(partial(executor.eval_step, replace(run.pipeline, loss=token_loss, probe=None)))
 
     def mean(params: Placed, batches: list[dict]) -> float:
         sums = [evaluate(params, put_batch(run, batch)) for batch in batches]
@@ -277,6 +283,7 @@ def train(run: Run, build: Build, corpus: tuple[np.ndarray, np.ndarray], log: Lo
     saver = checkpoint.Saver(config.save, config.max_checkpoint_keep) if config.save else None
     wire.self_test(run.mesh, run.pipeline.wire)
     state, step, evaluate = initial_state(run, build, hooks.read, hooks.found), make_step(run), make_eval(run)
+    step = watched(run.recorder, step, log.say)
     report = _reporter(run, log)
     for i in range(hooks.found.step if hooks.found else 0, config.num_iteration):
         state, metrics = step(state, put_batch(run, batches.at(i)))

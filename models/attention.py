@@ -14,6 +14,7 @@ import jax
 import jax.numpy as jnp
 from flax import nnx
 
+from jaxpp.probe import tap
 from models.dense import normal, project
 from models.norm import RMSNorm
 from models.rope import Rope, rotate
@@ -141,7 +142,7 @@ class Attention(nnx.Module):
     def __call__(self, x_BTD: jax.Array, microbatch: dict[str, jax.Array], key: jax.Array | None) -> jax.Array:
         positions = microbatch.get("positions", jnp.arange(x_BTD.shape[1]))
         heads = self._heads(x_BTD, positions)
-        return self._out(attend(self.spec, *heads, microbatch.get("segments"), key))
+        return self._out(tap("attention.heads", attend(self.spec, *heads, microbatch.get("segments"), key)))
 
     def extend(self, x_BTD: jax.Array, cache: Cache, start: jax.Array) -> tuple[jax.Array, Cache]:
         """Attention of T new tokens at positions start, start+1, ... to themselves and the cache, which gets them."""
@@ -157,6 +158,7 @@ class Attention(nnx.Module):
         kv_BTCKH = project(x_BTD, self.wkv[...])
         if self.spec.bias:
             q_BTNH, kv_BTCKH = q_BTNH + self.bq[...], kv_BTCKH + self.bkv[...]
+        q_BTNH, kv_BTCKH = tap("attention.q", q_BTNH), tap("attention.kv", kv_BTCKH)
         k_BTKH, v_BTKH = kv_BTCKH[:, :, 0], kv_BTCKH[:, :, 1]
         if self.spec.qk_norm is not None:
             q_BTNH, k_BTKH = self.q_norm(q_BTNH), self.k_norm(k_BTKH)
@@ -166,4 +168,4 @@ class Attention(nnx.Module):
 
     def _out(self, y_BTNH: jax.Array) -> jax.Array:
         y_BTD = project(y_BTNH, self.wo[...], summed=2)
-        return y_BTD + self.bo[...] if self.spec.bias else y_BTD
+        return tap("attention.output", y_BTD + self.bo[...] if self.spec.bias else y_BTD)

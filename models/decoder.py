@@ -9,6 +9,7 @@ from typing import Any
 import jax
 from flax import nnx
 
+from jaxpp.probe import tap
 from models.attention import Attention, AttentionSpec, Cache, dropout
 from models.dense import normal, project
 from models.mlp import GatedMLP
@@ -117,7 +118,7 @@ class Head(nnx.Module):
 
     def __call__(self, x_BTD: Any, embed: Embed) -> jax.Array:
         table_VD = embed.tokens[...] if self.tied else self.table[...]
-        return project(self.norm(x_BTD), table_VD.T)
+        return tap("logits", project(self.norm(x_BTD), table_VD.T))
 
 
 class Decoder(nnx.Module):

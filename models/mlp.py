@@ -9,6 +9,7 @@ import jax
 import jax.numpy as jnp
 from flax import nnx
 
+from jaxpp.probe import tap
 from models.dense import normal, project
 
 
@@ -34,8 +35,8 @@ class GeluMLP(nnx.Module):
         self.bo = nnx.Param(jnp.zeros(dim))
 
     def __call__(self, x_BTD: jax.Array) -> jax.Array:
-        h_BTF = in_float32(gelu, project(x_BTD, self.wi[...]) + self.bi[...])
-        return project(h_BTF, self.wo[...]) + self.bo[...]
+        h_BTF = tap("mlp.hidden", in_float32(gelu, project(x_BTD, self.wi[...]) + self.bi[...]))
+        return tap("mlp.output", project(h_BTF, self.wo[...]) + self.bo[...])
 
 
 class GatedMLP(nnx.Module):
@@ -54,9 +55,9 @@ class GatedMLP(nnx.Module):
         h_BTCF = project(x_BTD, self.wi[...])
         if self.bias:
             h_BTCF = h_BTCF + self.bi[...]
-        h_BTF = gate(h_BTCF[..., 0, :], h_BTCF[..., 1, :])
+        h_BTF = tap("mlp.hidden", gate(h_BTCF[..., 0, :], h_BTCF[..., 1, :]))
         y_BTD = project(h_BTF, self.wo[...])
-        return y_BTD + self.bo[...] if self.bias else y_BTD
+        return tap("mlp.output", y_BTD + self.bo[...] if self.bias else y_BTD)
 
 
 def gate(gate: jax.Array, up: jax.Array) -> jax.Array:

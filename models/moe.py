@@ -9,6 +9,7 @@ import jax
 import jax.numpy as jnp
 from flax import nnx
 
+from jaxpp.probe import tap
 from models.dense import normal, project
 from models.mlp import gate
 
@@ -37,14 +38,15 @@ class MoE(nnx.Module):
 
     def __call__(self, x_BTD: jax.Array) -> tuple[jax.Array, Routing]:
         experts, dim = self.wi.shape[0], x_BTD.shape[-1]
-        logits_NE = project(x_BTD, self.router[...]).reshape(-1, experts).astype(jnp.float32)
+        logits_NE = tap("mlp.router", project(x_BTD, self.router[...])).reshape(-1, experts).astype(jnp.float32)
         chance_NE = jax.nn.softmax(logits_NE, axis=-1)
         weight_NK, expert_NK = jax.lax.top_k(chance_NE, self.chosen)
         weight_NK = weight_NK / weight_NK.sum(axis=-1, keepdims=True)
         y_ND = self._experts(x_BTD.reshape(-1, dim), weight_NK, expert_NK)
         count_E = jax.nn.one_hot(expert_NK, experts, dtype=jnp.float32).sum(axis=(0, 1))
         z = jnp.square(jax.nn.logsumexp(logits_NE, axis=-1)).mean()
-        return y_ND.reshape(x_BTD.shape), Routing(count_E / len(logits_NE), chance_NE.mean(axis=0), z)
+        y_BTD = tap("mlp.output", y_ND.reshape(x_BTD.shape))
+        return y_BTD, Routing(count_E / len(logits_NE), chance_NE.mean(axis=0), z)
 
     def _experts(self, x_ND: jax.Array, weight_NK: jax.Array, expert_NK: jax.Array) -> jax.Array:
         """Sort the N*K (token, expert) pairs by expert, run each expert on its run of them, and sort back."""
