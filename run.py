@@ -5,6 +5,7 @@
     python run.py tokenize [options]    write text files as one token file
     python run.py generate [options]    continue a prompt
     python run.py export [options]      write a Hugging Face folder
+    python run.py compare A B [options] hold two runs against each other
 
 Options: python run.py COMMAND --help
 """
@@ -26,7 +27,7 @@ import jax
 import numpy as np
 
 import models
-from jaxpp import checkpoint, mesh, metrics, partition, plan, tokenize, tokenizer, train
+from jaxpp import checkpoint, compare, mesh, metrics, partition, plan, probe, records, tokenize, tokenizer, train
 from jaxpp import config as options
 from jaxpp.config import Config, ExportConfig, GenerateConfig, PlanConfig
 from jaxpp.options import check_ranges, parse
@@ -67,6 +68,8 @@ def builder(model: models.ModelConfig) -> train.Build:
 def start_devices(config: Config) -> int:
     """Start JAX on the GPUs, or on emulated devices where there are none. Returns the number of GPUs in use."""
     count = (config.pipeline_parallel or 4) * (config.data_parallel or 1)
+    if config.precision_check:
+        probe.spare_threads(config.emulate_devices or count)
     if config.emulate_devices:
         mesh.emulate_devices(config.emulate_devices)
         return 0
@@ -98,7 +101,13 @@ def run_train(config: Config) -> None:
     sizes = options.sizes(config, model.layers, model.positions, gpus)
     grid = mesh.make_mesh(sizes.pipe, sizes.data)
     run = train.make_run(
-        config, sizes, grid, model.layers, loss=models.training_loss(model), model=models.to_json(model)
+        config,
+        sizes,
+        grid,
+        model.layers,
+        loss=models.training_loss(model),
+        model=models.to_json(model),
+        recorder=recorder_of(config, sizes),
     )
     where = config.tokenizer or tokenizer_in(config.init_from)
     train_tokens, validation_tokens, corpus = train.load_corpus(config, model.vocab_size, where)
@@ -108,10 +117,14 @@ def run_train(config: Config) -> None:
         hf.check_source(source, train.placed_spec(run, build))
     found = train.find_checkpoint(run)
     stop = on_sigterm() if config.save else lambda: False
+    if run.recorder:
+        run.recorder.open()
     with metrics.Log(config.output_dir, config.num_iteration, found.step if found else 0) as log:
         if config.load:
             log.say(f"going on from {found.path}" if found else f"{config.load} has no checkpoint yet: starting anew")
         log.say(describe(run, model, corpus, train.parameter_count(train.placed_spec(run, build))))
+        if run.recorder:
+            log.say(f"precision check: tensors are recorded in {run.recorder.folder}, with remat none")
         text_of = tokenizer.load(where)
         speaks = where is not None or model.vocab_size == text_of.vocab_size
         sample = sampler(run, model.positions, validation_tokens, text_of, log) if speaks else lambda params: None
@@ -121,6 +134,13 @@ def run_train(config: Config) -> None:
         if config.save:
             log.say(f"checkpoints are in {config.save}")
         log.say(f"metrics are in {log.path}")
+
+
+def recorder_of(config: Config, sizes: options.Sizes) -> records.Recorder | None:
+    """The precision checker, where it is asked for."""
+    if config.precision_check is None:
+        return None
+    return records.Recorder(records.parse_check(config.precision_check, config.output_dir), sizes.data)
 
 
 def on_sigterm() -> Callable[[], bool]:
@@ -223,10 +243,10 @@ def run_plan(config: PlanConfig) -> None:
 
 
 class Command(NamedTuple):
-    """A command of run.py: its options, a frozen dataclass, and what it does with them."""
+    """A command of run.py: its options, a frozen dataclass, and what it does with them (None: exit code 0)."""
 
     options: type
-    run: Callable[[Any], None]
+    run: Callable[[Any], int | None]
 
 
 COMMANDS = {
@@ -235,6 +255,7 @@ COMMANDS = {
     "tokenize": Command(tokenize.TokenizeConfig, tokenize.run),
     "generate": Command(GenerateConfig, run_generate),
     "export": Command(ExportConfig, run_export),
+    "compare": Command(compare.CompareConfig, compare.run),
 }
 
 
@@ -243,11 +264,10 @@ def main(arguments: Sequence[str]) -> int:
     warnings.showwarning = lambda message, *_: print(f"warning: {message}", file=sys.stderr)
     try:
         name, given = parse(arguments, {name: command.options for name, command in COMMANDS.items()})
-        COMMANDS[name].run(given)
+        return COMMANDS[name].run(given) or 0
     except ValueError as error:
         print(f"error: {error}", file=sys.stderr)
         return 2
-    return 0
 
 
 if __name__ == "__main__":

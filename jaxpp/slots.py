@@ -72,7 +72,7 @@ class Context(NamedTuple):
     def known(self, c: jax.Array, m: jax.Array) -> list:
         """(microbatch, key) for the layer of each place: what the B slot can build again."""
         microbatch = at(self.batch, m)
-        layers = [self.first[c] + k for k in range(len(self.weights))]
+        layers = (self.first[c] + k for k in range(len(self.weights)))
         return [(probe.mark(self.pipeline.probe, microbatch, m, i), self.layer_key(m, i)) for i in layers]
 
     def layer_key(self, m: jax.Array, layer: jax.Array | int) -> jax.Array | None:

@@ -291,7 +291,7 @@ def train(run: Run, build: Build, corpus: tuple[np.ndarray, np.ndarray], log: Lo
         due = lambda every, i=i, last=last: last or (every > 0 and (i + 1) % every == 0)
         validate, sampling = due(config.val_loss_every), due(config.sample_every)
         saving = saver is not None and (due(config.save_interval) or stopping)
-        report(i + 1, metrics, flush=validate or sampling or saving)
+        report(i + 1, metrics, flush=validate or sampling or saving or run.recorder is not None)
         if saver is not None and saving:
             saver.save(i + 1, (state.params, state.opt_state, state.step), describe_run(run))
         if stopping:

@@ -11,7 +11,7 @@ FILES += [p for p in [ROOT / "run.py"] if p.exists()]
 NAMES = [str(p.relative_to(ROOT)) for p in FILES]
 FILE_LINES, FUNCTION_LINES = 450, 70
 
-EXECUTOR = {"schedules", "partition", "wire", "mesh", "precision", "remat", "losses"}
+EXECUTOR = {"schedules", "partition", "wire", "mesh", "precision", "remat", "losses", "probe"}
 # Which modules of jaxpp a module may import; those not named here may import any. None imports executor or train.
 MAY_IMPORT = {
     "schedules": set(),
@@ -19,6 +19,7 @@ MAY_IMPORT = {
     "losses": set(),
     "mesh": set(),
     "remat": set(),
+    "probe": {"mesh"},
     "wire": EXECUTOR,
     "partition": EXECUTOR,
     "slots": EXECUTOR,
