@@ -82,7 +82,9 @@ def spare_threads(devices: int) -> None:
     A CPU device's program holds a thread while it is in a callback, whose tensor another thread of the same pool has to
     copy. JAX 0.10 makes the pool as large as the number of devices, and all of them wait for ever (jax-ml/jax #24255).
     """
-    os.environ.setdefault("PJRT_NPROC", str(max(os.cpu_count() or 1, 2 * devices)))
+    asked = os.environ.get("PJRT_NPROC", "")
+    threads = max(int(asked) if asked.isdigit() else os.cpu_count() or 1, 2 * devices)
+    os.environ["PJRT_NPROC"] = str(threads)
 
 
 def mark(probe: Probe | None, microbatch: dict, m: jax.Array, layer: jax.Array | int) -> dict:

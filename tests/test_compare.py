@@ -10,8 +10,11 @@ import pytest
 import run
 from jaxpp.probe import FORWARD, Tap
 from jaxpp.records import FILE, Check, Recorder
+from models import GPT2Config
 
-SMALL = ["--num_iteration", "1", "--sequence_length", "8", "--total_batch_size", "32", "--dtype", "float32"]
+SMALL_MODEL = GPT2Config(vocab_size=256, positions=16, layers=4, dim=32, heads=2, std=0.1)
+SMALL = ["--model", "small", "--num_iteration", "1", "--dtype", "float32"]
+SMALL += ["--sequence_length", "8", "--total_batch_size", "32"]
 
 
 def folder(path: Path, change: Any = None, step: int = 1, **check: Any) -> str:
@@ -52,12 +55,12 @@ def test_what_differs_first_and_how_many(tmp_path: Path, capsys: pytest.CaptureF
 
 @pytest.mark.parametrize("check", [{}, {"save_tensors": True}], ids=str)
 def test_differences_are_relative_to_the_tensor(tmp_path: Path, capsys: pytest.CaptureFixture, check: dict) -> None:
-    """A shift of 1e-7 is nothing in a tensor of size 1 and 1e-4 in one of size 1e-3."""
-    pair = folder(tmp_path / "a", **check), folder(tmp_path / "b", lambda _, values: values + 1e-7, **check)
+    """A shift of 5e-8 is nothing in a tensor of size 1e-2 and a difference in one of size 1e-3."""
+    pair = folder(tmp_path / "a", **check), folder(tmp_path / "b", lambda _, values: values + 5e-8, **check)
     code, said = compare(capsys, *pair)
     assert code == 1
-    assert said[2].startswith("first difference: step1/microbatch0/layer02")
-    assert said[-1].startswith("2 of 4 differ")
+    assert said[2].startswith("first difference: step1/microbatch0/layer03")
+    assert said[-1].startswith("1 of 4 differ")
 
 
 @pytest.mark.parametrize(
@@ -157,7 +160,8 @@ def test_four_stages_against_one(
 ) -> None:
     """In float32 they are equal tensor by tensor; with a narrow wire they differ from the first stage boundary on."""
     monkeypatch.setattr(run, "sampler", lambda *_: lambda params: None)
-    monkeypatch.setenv("PJRT_NPROC", "16")
+    monkeypatch.setenv("PJRT_NPROC", "16")  # is set for good otherwise
+    monkeypatch.setitem(run.models.PRESETS, "small", SMALL_MODEL)
 
     def record(name: str, *words: str) -> str:
         given = ["--output_dir", str(tmp_path / name), "--precision_check", "level=1,save_tensors=true", *words]
@@ -170,10 +174,10 @@ def test_four_stages_against_one(
     narrow = record("narrow", "--pipeline_parallel", "4", "--pipeline_dtype", "bfloat16")
     code, said = compare(capsys, four, one)
     assert code == 0, said
-    assert said[2].startswith("equal: all 72")  # 2 microbatches x 2 directions x (embedding + 8 layers x 2 + loss)
+    assert said[2].startswith("equal: all 40")  # 2 microbatches x 2 directions x (embedding + 4 layers x 2 + loss)
     code, said = compare(capsys, narrow, one)
     assert code == 1
-    assert said[2].startswith("first difference: step1/microbatch0/layer02/input/forward (stage 1 of A, 0 of B): ")
+    assert said[2].startswith("first difference: step1/microbatch0/layer01/input/forward (stage 1 of A, 0 of B): ")
     assert said[2].endswith("; a stage boundary of A: this is what stage 1 got from stage 0")
     code, said = compare(capsys, str(tmp_path / "four" / "metrics.jsonl"), str(tmp_path / "one" / "metrics.jsonl"))
     assert code == 0, said

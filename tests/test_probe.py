@@ -3,7 +3,11 @@
 Legend: B microbatch size; S stages, M microbatches.
 """
 
+import os
+import subprocess
+import sys
 from functools import cache, partial
+from pathlib import Path
 from typing import Any
 
 import jax
@@ -22,6 +26,7 @@ from jaxpp.losses import token_loss
 from jaxpp.probe import BACKWARD, FORWARD, Probe, Spot, Tap
 from models import attention, decoder, gpt2, mlp, moe
 
+ROOT = Path(__file__).parent.parent
 Shown = dict[tuple[Tap, Spot], np.ndarray]
 INSIDE = {"attention.q", "attention.kv", "attention.heads", "attention.output", "mlp.hidden", "mlp.output", "logits"}
 
@@ -196,10 +201,40 @@ def test_a_tap_outside_a_step_is_its_argument() -> None:
     assert probe.tap("name", x) is x
 
 
-def test_spare_threads_are_asked_for_and_a_user_may_ask_for_others(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.delenv("PJRT_NPROC", raising=False)
-    probe.spare_threads(64)
-    assert probe.os.environ["PJRT_NPROC"] == "128"
-    monkeypatch.setenv("PJRT_NPROC", "7")
-    probe.spare_threads(64)
-    assert probe.os.environ["PJRT_NPROC"] == "7"
+@pytest.mark.parametrize(("asked", "threads"), [(None, 2048), ("7", 2048), ("5000", 5000)])
+def test_spare_threads_are_asked_for(monkeypatch: pytest.MonkeyPatch, asked: str | None, threads: int) -> None:
+    monkeypatch.setenv("PJRT_NPROC", asked or "")
+    probe.spare_threads(1024)
+    assert probe.os.environ["PJRT_NPROC"] == str(threads)
+
+
+LARGE = """
+from jaxpp import mesh, probe
+probe.spare_threads(8)
+mesh.emulate_devices(8)
+import jax, jax.numpy as jnp
+import numpy as np
+seen = []
+told = probe.Probe(1, lambda tap, spot, value: seen.append(np.asarray(value).sum()))
+
+def rank(x):
+    def tick(x, m):
+        spot = {"labels": x, probe.KEY: jnp.stack([m, m, m, m])}
+        x = probe.note(told, "layer", "forward", spot, x)
+        return jax.lax.ppermute(x, "pipe", [(i, i ^ 1) for i in range(8)]), None
+    return jax.lax.scan(tick, x, jnp.arange(10))[0]
+
+grid, spec = mesh.make_mesh(8), jax.sharding.PartitionSpec("pipe")
+step = jax.jit(jax.shard_map(rank, mesh=grid, in_specs=spec, out_specs=spec, check_vma=False))
+jax.block_until_ready(step(jnp.ones((8 * 512, 512))))
+jax.effects_barrier()
+assert seen == [512.0 * 512] * 80
+"""
+
+
+def test_large_tensors_on_as_many_devices_as_there_are_threads_do_not_block() -> None:
+    """Each is 1 MiB, which is not copied at once; without the spare threads JAX 0.10 waits for ever."""
+    environment = {name: value for name, value in os.environ.items() if name not in ("XLA_FLAGS", "PJRT_NPROC")}
+    command = [sys.executable, "-c", LARGE]
+    done = subprocess.run(command, cwd=ROOT, env=environment, capture_output=True, text=True, check=False, timeout=120)
+    assert done.returncode == 0, done.stderr
