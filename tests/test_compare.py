@@ -8,6 +8,7 @@ import numpy as np
 import pytest
 
 import run
+from jaxpp import data
 from jaxpp.probe import FORWARD, Tap
 from jaxpp.records import FILE, Check, Recorder
 from models import GPT2Config
@@ -163,8 +164,11 @@ def test_four_stages_against_one(
     monkeypatch.setenv("PJRT_NPROC", "16")  # is set for good otherwise
     monkeypatch.setitem(run.models.PRESETS, "small", SMALL_MODEL)
 
+    data.write_tokens(tmp_path / "tokens.bin", np.arange(3000) * 7 % 256)
+
     def record(name: str, *words: str) -> str:
         given = ["--output_dir", str(tmp_path / name), "--precision_check", "level=1,save_tensors=true", *words]
+        given += ["--input_bin", str(tmp_path / "tokens.bin")]
         assert run.main([*SMALL, *given]) == 0
         assert "remat none" in capsys.readouterr().out
         return str(tmp_path / name / "precision")
