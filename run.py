@@ -7,6 +7,7 @@
     python run.py export [options]      write a Hugging Face folder
     python run.py eval [options]        loss and perplexity of a trained model over a text
     python run.py plot RUNS... [options]    draw the curves of runs
+    python run.py compare A B [options] hold two runs against each other
 
 Options: python run.py COMMAND --help
 """
@@ -29,7 +30,21 @@ import numpy as np
 from jax.experimental import multihost_utils
 
 import models
-from jaxpp import checkpoint, curves, mesh, metrics, option_files, partition, plan, tokenize, tokenizer, train
+from jaxpp import (
+    checkpoint,
+    compare,
+    curves,
+    mesh,
+    metrics,
+    option_files,
+    partition,
+    plan,
+    probe,
+    records,
+    tokenize,
+    tokenizer,
+    train,
+)
 from jaxpp import config as options
 from jaxpp.config import Config, EvalConfig, ExportConfig, GenerateConfig, PlanConfig
 from jaxpp.options import check_ranges, parse
@@ -77,6 +92,8 @@ def start_devices(config: Config) -> int:
     """Start JAX on the GPUs, or on emulated devices where there are none. Returns the number of GPUs in use."""
     count = (config.pipeline_parallel or 4) * (config.data_parallel or 1) * config.tensor_parallel
     count *= config.context_parallel * config.expert_parallel
+    if config.precision_check:
+        probe.spare_threads(config.emulate_devices or count)
     if config.emulate_devices:
         mesh.emulate_devices(config.emulate_devices)
     else:  # counts only where the CPU is what JAX finds
@@ -118,6 +135,7 @@ def run_train(config: Config) -> None:
         loss=models.training_loss(model),
         model=models.to_json(model),
         flops_per_token=flops.per_token(model, sizes.length),
+        recorder=recorder_of(config, sizes),
     )
     where = config.tokenizer or tokenizer_in(config.init_from)
     corpus = train.load_corpus(config, model.vocab_size, where)
@@ -129,12 +147,16 @@ def run_train(config: Config) -> None:
     found = train.find_checkpoint(run)
     stop = on_sigterm() if config.save else lambda step: False
     done, quiet = found.step if found else 0, jax.process_index() > 0
+    if run.recorder:
+        run.recorder.open()
     with metrics.Log(config.output_dir, config.num_iteration, done, config.tensorboard, quiet) as log:
         if not quiet:
             write_options(config, sizes, log.path.with_name("config.toml"))
         if config.load:
             log.say(f"going on from {found.path}" if found else f"{config.load} has no checkpoint yet: starting anew")
         log.say(describe(run, model, corpus.said, train.parameter_count(train.placed_spec(run, build))))
+        if run.recorder:
+            log.say(f"precision check: tensors are recorded in {run.recorder.folder}, with remat none")
         text_of = tokenizer.load(where)
         speaks = where is not None or model.vocab_size == text_of.vocab_size
         sample = sampler(run, model.positions, corpus.validation[0], text_of, log) if speaks else lambda params: None
@@ -144,6 +166,13 @@ def run_train(config: Config) -> None:
         if config.save:
             log.say(f"checkpoints are in {config.save}")
         log.say(f"metrics are in {log.path}")
+
+
+def recorder_of(config: Config, sizes: options.Sizes) -> records.Recorder | None:
+    """The precision checker, where it is asked for."""
+    if config.precision_check is None:
+        return None
+    return records.Recorder(records.parse_check(config.precision_check, config.output_dir), sizes.data)
 
 
 def write_options(config: Config, sizes: options.Sizes, path: Path) -> None:
@@ -261,7 +290,9 @@ def run_eval(given: EvalConfig) -> None:
     gpus = start_devices(config)
     model = dataclasses.replace(model, cudnn=gpus > 0)
     sizes = options.sizes(config, model.layers, model.positions, gpus)
-    run = train.make_run(config, sizes, mesh.make_mesh(sizes.pipe, sizes.data), model.layers)
+    check_split(config, model, sizes)
+    grid = mesh.make_mesh(sizes.pipe, sizes.data, sizes.expert, sizes.context, sizes.tensor)
+    run = train.make_run(config, sizes, grid, model.layers)
     where = config.tokenizer or origin
     if given.input_bin is None:
         corpus = train.load_corpus(config, model.vocab_size, where)
@@ -298,10 +329,10 @@ def run_plan(config: PlanConfig) -> None:
 
 
 class Command(NamedTuple):
-    """A command of run.py: its options, a frozen dataclass, and what it does with them."""
+    """A command of run.py: its options, a frozen dataclass, and what it does with them (None: exit code 0)."""
 
     options: type
-    run: Callable[[Any], None]
+    run: Callable[[Any], int | None]
 
 
 COMMANDS = {
@@ -312,6 +343,7 @@ COMMANDS = {
     "export": Command(ExportConfig, run_export),
     "eval": Command(EvalConfig, run_eval),
     "plot": Command(curves.PlotConfig, curves.run),
+    "compare": Command(compare.CompareConfig, compare.run),
 }
 
 
@@ -320,11 +352,10 @@ def main(arguments: Sequence[str]) -> int:
     warnings.showwarning = lambda message, *_: print(f"warning: {message}", file=sys.stderr)
     try:
         name, given = parse(arguments, {name: command.options for name, command in COMMANDS.items()})
-        COMMANDS[name].run(given)
+        return COMMANDS[name].run(given) or 0
     except ValueError as error:
         print(f"error: {error}", file=sys.stderr)
         return 2
-    return 0
 
 
 if __name__ == "__main__":

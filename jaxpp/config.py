@@ -13,6 +13,7 @@ from jaxpp.mesh import AXES
 from jaxpp.options import check_ranges, nearest, option
 from jaxpp.precision import DTYPES, parse_dtype
 from jaxpp.profile import parse_span
+from jaxpp.records import parse_check
 from jaxpp.remat import check_remat
 from jaxpp.schedules import SCHEDULES
 
@@ -96,6 +97,11 @@ class Config:
     output_dir: str = option("output", "folder for metrics.jsonl, config.toml, tensorboard and profile")
     tensorboard: bool = option(False, "write the metrics for TensorBoard too", bool)
     profile: str | None = option(None, "trace the steps START to STOP - 1, given as START:STOP")
+    precision_check: str | None = option(
+        None,
+        "record every step's tensors: level=1 (of each layer) or 2 (inside too), path=DIR (default: OUTPUT/precision),"
+        " format=simple|md5, save_tensors=true|false, md5_tolerance=1e-3, with commas between them",
+    )
     emulate_devices: int | None = option(
         None, "run on the CPU as this many devices a process (default without GPUs)", int, least=1, most=1024
     )
@@ -157,6 +163,9 @@ class EvalConfig:
     pipeline_parallel: int | None = option(None, "stages", int, least=1)
     virtual_pipeline_parallel: int | None = option(None, "chunks of layers on each stage", int, least=1)
     data_parallel: int | None = option(None, "replicas of the pipeline", int, least=1)
+    tensor_parallel: int | None = option(None, "ranks that share each layer", int, least=1)
+    context_parallel: int | None = option(None, "ranks that share each sequence", int, least=1)
+    expert_parallel: int | None = option(None, "ranks that share the experts", int, least=1)
     emulate_devices: int | None = option(None, "run on the CPU as this many devices", int, least=1, most=1024)
     json: bool = option(False, "print one JSON object: loss, perplexity, tokens", bool)
 
@@ -245,6 +254,13 @@ def check(config: Config, layers: int, positions: int) -> None:
         raise ValueError(f"save_interval={config.save_interval} needs a folder: give --save FOLDER")
     if config.profile is not None:
         parse_span(config.profile, config.num_iteration)
+    if config.precision_check is not None:
+        parse_check(config.precision_check, config.output_dir)
+        for name in ("tensor_parallel", "context_parallel", "expert_parallel"):
+            if getattr(config, name) > 1:
+                raise ValueError(
+                    f"precision_check sees whole tensors, got {name}={getattr(config, name)}: use --{name} 1"
+                )
     if not 0 <= config.dropout < 1:
         raise ValueError(f"dropout={config.dropout} must be in [0, 1), for example --dropout 0.1")
     if config.schedule is not None and config.schedule not in SCHEDULES:

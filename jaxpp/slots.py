@@ -16,11 +16,12 @@ import jax
 import jax.numpy as jnp
 from jax.sharding import Mesh
 
-from jaxpp import partition, remat, sharding, wire
+from jaxpp import partition, probe, remat, sharding, wire
 from jaxpp.losses import count_valid, token_loss, with_metrics
 from jaxpp.mesh import CONTEXT, MANUAL, PIPE, ROWS, count
 from jaxpp.partition import Placed, Rest
 from jaxpp.precision import Precision
+from jaxpp.probe import Probe
 from jaxpp.schedules import IDLE, Schedule
 
 Tree = Any
@@ -40,6 +41,7 @@ class Pipeline:
     loss: Callable = token_loss
     zero_stage: int = 0
     sequence_parallel: bool = False
+    probe: Probe | None = None  # needs remat="none": a policy would run a layer, and its taps, twice
 
     @property
     def wire(self) -> wire.Wire:
@@ -75,7 +77,8 @@ class Context(NamedTuple):
     def known(self, c: jax.Array, m: jax.Array) -> list:
         """(microbatch, key) for the layer of each place: what the B slot can build again."""
         microbatch = at(self.batch, m)
-        return [(microbatch, self.layer_key(m, self.first[c] + k)) for k in range(len(self.weights))]
+        layers = (self.first[c] + k for k in range(len(self.weights)))
+        return [(probe.mark(self.pipeline.probe, microbatch, m, i), self.layer_key(m, i)) for i in layers]
 
     def layer_key(self, m: jax.Array, layer: jax.Array | int) -> jax.Array | None:
         """The key of one layer (-1: the embedding) for one microbatch: the same for any number of stages."""
@@ -86,6 +89,12 @@ class Context(NamedTuple):
         key = jax.random.fold_in(jax.random.fold_in(self.key, row), layer + 1)
         # Parts of a sequence draw each for itself; with one part the draw is that of no parts.
         return jax.random.fold_in(key, jax.lax.axis_index(CONTEXT)) if mesh.shape[CONTEXT] > 1 else key
+
+    def note_embed(self, m: jax.Array, direction: str, tree: Tree) -> Tree:
+        if self.pipeline.probe is None:
+            return tree
+        marked = probe.mark(self.pipeline.probe, at(self.batch, m), m, -1)
+        return probe.note(self.pipeline.probe, "embed", direction, marked, tree)
 
     @jax.named_scope("embed")
     def embed(self, m: jax.Array, embed: Any) -> Tree:
@@ -145,7 +154,8 @@ class Shapes(NamedTuple):
 
 
 def _layer(pipeline: Pipeline) -> Callable:
-    return remat.checkpointed(lambda block, stream, known: block(stream, *known), pipeline.remat)
+    call = partial(probe.call, pipeline.probe)
+    return remat.checkpointed(lambda block, stream, known: call(block, stream, *known), pipeline.remat)
 
 
 def make_shapes(pipeline: Pipeline, weights: list, outer: dict, batch: dict, key: jax.Array | None) -> Shapes:
@@ -161,7 +171,8 @@ def make_shapes(pipeline: Pipeline, weights: list, outer: dict, batch: dict, key
     for k, block in enumerate(chunk):
         out = jax.eval_shape(lambda b, x, *known: b(x, *known), block, stream, microbatch, key)
         wire.check(stream, out, f"of block {k} (a block keeps the shapes and dtypes of its input)")
-    templates = [remat.template(_layer(pipeline), block, stream, (microbatch, key)) for block in chunk]
+    known = (probe.mark_spec(pipeline.probe, microbatch), key)
+    templates = [remat.template(_layer(pipeline), block, stream, known) for block in chunk]
     kept = stream if pipeline.remat == "full" else [t.kept for t in templates]
     slots = pipeline.schedule.ring_slots
     ring = jax.tree.map(lambda a: jax.ShapeDtypeStruct((slots, *a.shape), a.dtype), kept)
@@ -246,7 +257,7 @@ def chunk_input(ctx: Context, shapes: Shapes, f: dict, m: jax.Array, arrived: Tr
     """A chunk's input: the embedding's output on the first chunk, elsewhere what arrived, in the stream's dtype."""
     return sharding.cond(
         f["read"] == IDLE,
-        lambda: ctx.embed(m, ctx.outer["embed"]),
+        lambda: ctx.note_embed(m, probe.FORWARD, ctx.embed(m, ctx.outer["embed"])),
         lambda: cast_like(at(arrived, f["read"]), shapes.stream),
     )
 
@@ -322,8 +333,9 @@ def _head_backward(ctx: Context, m: jax.Array, outer: dict, losses: dict, out: T
     microbatch, count = at(ctx.batch, m), jnp.maximum(ctx.count, 1.0)
 
     def loss(weights: dict, out: Tree) -> tuple[jax.Array, dict]:
-        value, metrics = with_metrics(ctx.pipeline.loss(weights["head"], weights["embed"], out, microbatch))
-        return value / count, metrics
+        with probe.inside(ctx.pipeline.probe, "head", probe.mark(ctx.pipeline.probe, microbatch, m, -1)):
+            value, metrics = with_metrics(ctx.pipeline.loss(weights["head"], weights["embed"], out, microbatch))
+            return probe.tap("loss", value, 1) / count, metrics
 
     (value, metrics), (found, cotangent) = jax.value_and_grad(loss, argnums=(0, 1), has_aux=True)(ctx.outer, out)
     outer = jax.tree.map(lambda a, g: a + g.astype(a.dtype), outer, found)
@@ -335,5 +347,5 @@ def _head_backward(ctx: Context, m: jax.Array, outer: dict, losses: dict, out: T
 def _embed_backward(ctx: Context, m: jax.Array, outer: dict, cotangent: Tree) -> dict:
     """Gradients of the embedding from the first chunk's cotangent; the lookup is run again."""
     _, vjp = jax.vjp(partial(ctx.embed, m), ctx.outer["embed"])
-    (found,) = vjp(cotangent)
+    (found,) = vjp(ctx.note_embed(m, probe.BACKWARD, cotangent))
     return outer | {"embed": jax.tree.map(lambda a, g: a + g.astype(a.dtype), outer["embed"], found)}

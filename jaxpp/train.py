@@ -24,7 +24,9 @@ from jaxpp.losses import token_loss
 from jaxpp.mesh import CONTEXT, ROWS
 from jaxpp.metrics import Log
 from jaxpp.partition import Placed
+from jaxpp.probe import Probe
 from jaxpp.profile import Trace, parse_span
+from jaxpp.records import Recorder, watched
 from jaxpp.texts import array_names
 
 Tree = Any
@@ -47,7 +49,8 @@ class Run:
     """Everything of a run that does not change: the options, the sizes, the mesh and what is built from them.
 
     loss: see `executor.value_and_grad`. model: the model as JSON, for checkpoints. order: what the order of the data
-    depends on, likewise. flops_per_token: that the model needs, forward and backward (0: not known).
+    depends on, likewise. flops_per_token: that the model needs, forward and backward (0: not known). recorder: of the
+    precision checker.
     """
 
     config: Config
@@ -58,6 +61,7 @@ class Run:
     model: dict[str, Any] = field(default_factory=dict)
     flops_per_token: int = 0
     order: dict[str, Any] = field(default_factory=dict)
+    recorder: Recorder | None = None
 
     @property
     def pipeline(self) -> Pipeline:
@@ -65,7 +69,11 @@ class Run:
         c, s = self.config, self.sizes
         chosen = precision.resolve(c.dtype, c.pipeline_dtype, c.grad_pipeline_dtype, c.fp32_residual)
         table = schedules.build(c.schedule_name, s.pipe, s.microbatches, c.virtual_pipeline_parallel)
-        return Pipeline(table, self.mesh, chosen, c.remat, self.loss, c.zero_stage, c.sequence_parallel)
+        more = {"zero_stage": c.zero_stage, "sequence_parallel": c.sequence_parallel}
+        if self.recorder is None:
+            return Pipeline(table, self.mesh, chosen, c.remat, self.loss, **more)
+        probe = Probe(self.recorder.check.level, self.recorder)
+        return Pipeline(table, self.mesh, chosen, "none", self.loss, **more, probe=probe)
 
     @property
     def rate(self) -> Callable[[Any], jax.Array]:
@@ -301,7 +309,7 @@ class Evaluation(NamedTuple):
 def make_eval(run: Run) -> Callable[[Placed, Iterable[dict]], Evaluation]:
     """A function (params, batches) -> evaluation, through the pipeline forward only."""
     # Validation is of the text alone: what else a model trains by stays out.
-    evaluate = jax.jit(partial(executor.eval_step, replace(run.pipeline, loss=token_loss)))
+    evaluate = jax.jit(partial(executor.eval_step, replace(run.pipeline, loss=token_loss, probe=None)))
 
     def mean(params: Placed, batches: Iterable[dict]) -> Evaluation:
         sums, waiting = np.zeros(2), None
@@ -341,6 +349,7 @@ def train(run: Run, build: Build, feeds: Feeds, log: Log, hooks: Hooks = Hooks()
     saver = checkpoint.Saver(config.save, config.max_checkpoint_keep) if config.save else None
     wire.self_test(run.mesh, run.pipeline.wire)
     state, step, evaluate = initial_state(run, build, hooks.read, hooks.found), make_step(run), make_eval(run)
+    step = watched(run.recorder, step, log.say)
     report = _reporter(run, log)
     span = parse_span(config.profile, config.num_iteration) if config.profile else range(0)
     trace = Trace(span, log.path.with_name("profile"))
@@ -360,7 +369,7 @@ def train(run: Run, build: Build, feeds: Feeds, log: Log, hooks: Hooks = Hooks()
         validate, sampling = due(config.val_loss_every), due(config.sample_every)
         saving = saver is not None and (due(config.save_interval) or stopping)
         tracing = trace.ends(i + 1, stopping)
-        report(i + 1, metrics, flush=validate or sampling or saving or tracing)
+        report(i + 1, metrics, flush=validate or sampling or saving or tracing or run.recorder is not None)
         if tracing:
             trace.stop(state, step.lower(state, batch).compile().as_text)
             log.say(f"the trace is in {trace.folder}")

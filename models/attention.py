@@ -18,6 +18,7 @@ from jax.sharding import PartitionSpec
 
 from jaxpp import exchange
 from jaxpp.mesh import CONTEXT, TENSOR
+from jaxpp.probe import tap
 from jaxpp.sharding import constrain, ways
 from models.dense import normal, project
 from models.norm import RMSNorm
@@ -199,7 +200,7 @@ class Attention(nnx.Module):
         q_BTNH = constrain(q_BTNH, None, None, "heads", None)
         k_BTKH, v_BTKH = (constrain(a, None, None, "kv_heads", None) for a in (k_BTKH, v_BTKH))
         run = attend_whole if ways(CONTEXT) > 1 else attend
-        y_BTNH = run(self.spec, q_BTNH, k_BTKH, v_BTKH, microbatch.get("segments"), key)
+        y_BTNH = tap("attention.heads", run(self.spec, q_BTNH, k_BTKH, v_BTKH, microbatch.get("segments"), key))
         return constrain(self._out(y_BTNH), None, "sequence", None)
 
     def extend(self, x_BTD: jax.Array, cache: Cache, start: jax.Array) -> tuple[jax.Array, Cache]:
@@ -216,6 +217,7 @@ class Attention(nnx.Module):
         kv_BTCKH = project(x_BTD, self.wkv[...])
         if self.spec.bias:
             q_BTNH, kv_BTCKH = q_BTNH + self.bq[...], kv_BTCKH + self.bkv[...]
+        q_BTNH, kv_BTCKH = tap("attention.q", q_BTNH), tap("attention.kv", kv_BTCKH)
         k_BTKH, v_BTKH = kv_BTCKH[:, :, 0], kv_BTCKH[:, :, 1]
         if self.spec.qk_norm is not None:
             q_BTNH, k_BTKH = self.q_norm(q_BTNH), self.k_norm(k_BTKH)
@@ -225,4 +227,4 @@ class Attention(nnx.Module):
 
     def _out(self, y_BTNH: jax.Array) -> jax.Array:
         y_BTD = project(y_BTNH, self.wo[...], summed=2)
-        return y_BTD + self.bo[...] if self.spec.bias else y_BTD
+        return tap("attention.output", y_BTD + self.bo[...] if self.spec.bias else y_BTD)

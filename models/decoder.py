@@ -9,6 +9,7 @@ from typing import Any
 import jax
 from flax import nnx
 
+from jaxpp.probe import tap
 from jaxpp.sharding import constrain
 from models.attention import Attention, AttentionSpec, Cache, dropout
 from models.dense import logits, normal
@@ -118,7 +119,7 @@ class Head(nnx.Module):
 
     def __call__(self, x_BTD: Any, embed: Embed) -> jax.Array:
         table_VD = embed.tokens[...] if self.tied else self.table[...]
-        return logits(self.norm(x_BTD), table_VD, self.vocab)
+        return tap("logits", logits(self.norm(x_BTD), table_VD, self.vocab))
 
 
 class Decoder(nnx.Module):

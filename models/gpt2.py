@@ -8,6 +8,7 @@ from dataclasses import dataclass
 import jax
 from flax import nnx
 
+from jaxpp.probe import tap
 from jaxpp.sharding import constrain
 from models.attention import Attention, AttentionSpec, Cache, dropout
 from models.dense import logits, normal
@@ -109,7 +110,7 @@ class Head(nnx.Module):
 
     def __call__(self, x_BTD: jax.Array, embed: Embed) -> jax.Array:
         table_VD = embed.tokens[...] if self.tied else self.table[...]
-        return logits(self.norm(x_BTD), table_VD, self.vocab)
+        return tap("logits", logits(self.norm(x_BTD), table_VD, self.vocab))
 
 
 class GPT2(nnx.Module):

@@ -9,6 +9,7 @@ import jax
 import jax.numpy as jnp
 from flax import nnx
 
+from jaxpp.probe import tap
 from jaxpp.sharding import constrain
 from models.dense import normal, project
 
@@ -36,8 +37,8 @@ class GeluMLP(nnx.Module):
 
     def __call__(self, x_BTD: jax.Array) -> jax.Array:
         h_BTF = project(constrain(x_BTD, None, None, None), self.wi[...]) + self.bi[...]
-        h_BTF = in_float32(gelu, constrain(h_BTF, None, None, "ff"))
-        return constrain(project(h_BTF, self.wo[...]), None, "sequence", None) + self.bo[...]
+        h_BTF = tap("mlp.hidden", in_float32(gelu, constrain(h_BTF, None, None, "ff")))
+        return tap("mlp.output", constrain(project(h_BTF, self.wo[...]), None, "sequence", None) + self.bo[...])
 
 
 class GatedMLP(nnx.Module):
@@ -56,9 +57,9 @@ class GatedMLP(nnx.Module):
         h_BTCF = constrain(project(constrain(x_BTD, None, None, None), self.wi[...]), None, None, None, "ff")
         if self.bias:
             h_BTCF = h_BTCF + self.bi[...]
-        h_BTF = gate(h_BTCF[..., 0, :], h_BTCF[..., 1, :])
+        h_BTF = tap("mlp.hidden", gate(h_BTCF[..., 0, :], h_BTCF[..., 1, :]))
         y_BTD = constrain(project(h_BTF, self.wo[...]), None, "sequence", None)
-        return y_BTD + self.bo[...] if self.bias else y_BTD
+        return tap("mlp.output", y_BTD + self.bo[...] if self.bias else y_BTD)
 
 
 def gate(gate: jax.Array, up: jax.Array) -> jax.Array:

@@ -12,6 +12,7 @@ from flax import nnx
 
 from jaxpp import exchange
 from jaxpp.mesh import CONTEXT, EXPERT
+from jaxpp.probe import tap
 from jaxpp.sharding import constrain, ways
 from models.dense import normal, project
 from models.mlp import gate
@@ -42,7 +43,7 @@ class MoE(nnx.Module):
     def __call__(self, x_BTD: jax.Array) -> tuple[jax.Array, Routing]:
         (dim, experts), local = self.router.shape, self.wi.shape[0]
         x_BTD = constrain(x_BTD, None, None, None)
-        logits_NE = project(x_BTD, self.router[...]).reshape(-1, experts).astype(jnp.float32)
+        logits_NE = tap("mlp.router", project(x_BTD, self.router[...])).reshape(-1, experts).astype(jnp.float32)
         chance_NE = jax.nn.softmax(logits_NE, axis=-1)
         weight_NK, expert_NK = jax.lax.top_k(chance_NE, self.chosen)
         weight_NK = weight_NK / weight_NK.sum(axis=-1, keepdims=True)
@@ -53,7 +54,7 @@ class MoE(nnx.Module):
         routing = Routing(count_E / len(logits_NE), chance_NE.mean(axis=0), z)
         if ways(CONTEXT) > 1:  # of the whole sequence
             routing = jax.lax.pmean(routing, CONTEXT)
-        return constrain(y_BTD, None, "sequence", None), routing
+        return tap("mlp.output", constrain(y_BTD, None, "sequence", None)), routing
 
     def _experts(self, x_ND: jax.Array, weight_NK: jax.Array, expert_NK: jax.Array) -> jax.Array:
         """Sort the N*K (token, expert) pairs by expert, run each expert on its run of them, and sort back.

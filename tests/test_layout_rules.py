@@ -11,7 +11,7 @@ FILES += [p for p in [ROOT / "run.py"] if p.exists()]
 NAMES = [str(p.relative_to(ROOT)) for p in FILES]
 FILE_LINES, FUNCTION_LINES = 450, 70
 
-EXECUTOR = {"schedules", "partition", "wire", "mesh", "precision", "remat", "losses", "sharding"}
+EXECUTOR = {"schedules", "partition", "wire", "mesh", "precision", "remat", "losses", "sharding", "probe"}
 # Which modules of jaxpp a module may import; those not named here may import any. None imports executor or train.
 MAY_IMPORT = {
     "schedules": set(),
@@ -21,6 +21,7 @@ MAY_IMPORT = {
     "sharding": {"mesh"},
     "exchange": {"mesh", "sharding"},
     "remat": set(),
+    "probe": {"mesh"},
     "wire": EXECUTOR,
     "partition": EXECUTOR,
     "slots": EXECUTOR,
