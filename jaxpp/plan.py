@@ -64,7 +64,8 @@ def bytes_per_device(run: Run, spec: Placed, ring: Any, stream: Any) -> dict[str
     """Where a device's memory goes.
 
     parameters: float32, at rest. compute_weights: their copy in the compute dtype. gradients: their accumulators.
-    optimizer: its moments. activations: the ring and the buffers in front of it. logits: of a microbatch and their
+    optimizer: its moments. activations: the ring and the buffers in front of it. slot:
+    the slot of the ring that is in use, beside it. logits: of a microbatch and their
     gradients, float32. total: all of these.
 
     Args: spec, of the placed parameters; ring and stream, of one rank, see `executor.workspace_spec`.
@@ -82,12 +83,15 @@ def bytes_per_device(run: Run, spec: Placed, ring: Any, stream: Any) -> dict[str
     logits = jax.eval_shape(lambda head, embed, x: head(x, embed), spec.head, spec.embed, stream)
     moments = {"adamw": 2, "sgd": 0}[run.config.optimizer]
     size = {name: jnp.dtype(getattr(pipeline.precision, name)).itemsize for name in ("param", "compute", "accumulate")}
+    held_by_ring = sum(map(split, jax.tree.leaves(ring)))
     found = {
         "parameters": held("param") * size["param"],
         "compute_weights": computed * size["compute"],
         "gradients": computed * size["accumulate"],
         "optimizer": moments * held("moment") * size["param"],
-        "activations": sum(map(split, jax.tree.leaves(ring))) + buffers // parts,
+        "activations": held_by_ring + buffers // parts,
+        # A ring of one slot is not updated in place: as it is written, and as it is read.
+        "slot": held_by_ring // schedule.ring_slots * (2 if schedule.ring_slots == 1 else 1),
         "logits": 2 * _bytes(logits, "float32") // tensor,
     }
     return found | {"total": sum(found.values())}
