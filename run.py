@@ -41,6 +41,7 @@ from jaxpp import (
     plan,
     probe,
     records,
+    report,
     tokenize,
     tokenizer,
     train,
@@ -356,6 +357,9 @@ def main(arguments: Sequence[str]) -> int:
     except ValueError as error:
         print(f"error: {error}", file=sys.stderr)
         return 2
+    except report.Diverged as error:
+        print(f"error: {error}", file=sys.stderr)
+        return 1
 
 
 if __name__ == "__main__":

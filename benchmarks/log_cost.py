@@ -23,6 +23,7 @@ import jax.numpy as jnp
 
 from jaxpp import config, mesh, train
 from jaxpp.metrics import Log
+from jaxpp.report import reporter
 
 CALLS, STEP_SECONDS, PAUSE = 2000, 0.1, 0.002
 
@@ -57,7 +58,7 @@ def measure(kind: str, tensorboard: bool) -> list[float]:
     jax.block_until_ready(metrics)
     seconds = []
     with tempfile.TemporaryDirectory() as name, output(kind, Path(name)), Log(name, CALLS, 0, tensorboard) as log:
-        report = train._reporter(run, log)
+        report = reporter(run, log)
         for i in range(CALLS):
             start = time.perf_counter()
             report(i + 1, metrics[i], False)

@@ -62,6 +62,9 @@ class Config:
     min_learning_rate: float = option(0.0, "where the decay ends", float, least=0)
     optimizer: str = option("adamw", "optimizer", str, OPTIMIZERS)
     weight_decay: float = option(0.1, "decoupled weight decay of matrices", float, least=0)
+    max_skipped_steps: int = option(
+        20, "with float16: end after this many steps in a row whose gradients are not finite", int, least=1
+    )
     clip_grad: float = option(1.0, "largest global gradient norm, 0: no clipping", float, least=0)
     dropout: float = option(0.0, "dropout rate while training", float)
     tokenizer: str | None = option(
@@ -110,6 +113,11 @@ class Config:
     )
     num_processes: int | None = option(None, "how many processes there are, likewise", int, least=1)
     process_id: int | None = option(None, "which of them this one is, from 0, likewise", int, least=0)
+
+    @property
+    def scales_loss(self) -> bool:
+        """Whether gradients need loss scaling: float16 overflows at 65504 and loses what is below 6e-8."""
+        return "float16" in (self.dtype, self.pipeline_dtype, self.grad_pipeline_dtype)
 
     @property
     def schedule_name(self) -> str:
@@ -242,11 +250,6 @@ def check(config: Config, layers: int, positions: int) -> None:
     for name in ("pipeline_dtype", "grad_pipeline_dtype"):
         if getattr(config, name) is not None:
             parse_dtype(name, getattr(config, name))
-    if "float16" in (config.dtype, config.pipeline_dtype, config.grad_pipeline_dtype):
-        raise ValueError(
-            "float16 overflows at 65504 and loses gradients below 6e-8, which needs loss scaling that training does"
-            " not have: use bfloat16"
-        )
     check_ranges(config)
     if config.data_weights is not None:
         check_weights(config.data_weights, len(config.input_bin or ()))

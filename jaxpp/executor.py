@@ -81,9 +81,11 @@ def train_step(
     batch: dict[str, jax.Array],
     key: jax.Array | None = None,
     workspace: Tree | None = None,
+    scale: jax.Array | None = None,
 ) -> Result:
     """One forward and backward of a global batch; arguments as in `value_and_grad`.
 
+    scale: float32 [], what the loss is multiplied with before its gradients are taken, and they are divided by after.
     workspace: the previous step's, donated, so that the ring is not allocated anew; default a fresh one.
     """
     _check(pipeline, params, batch)
@@ -98,8 +100,10 @@ def train_step(
     ring_spec = jax.tree.map(lambda _: PartitionSpec(MANUAL), workspace)
     grads_spec = jax.tree.map(lambda r: partition.manual(r.grad), _rest(pipeline, params))
     out_specs = (PartitionSpec(), grads_spec, ring_spec)
-    results = _mapped(pipeline, _train, out_specs)(params, batch, tables, _chunk_table(params), key, workspace)
+    results = _mapped(pipeline, _train, out_specs)(params, batch, tables, _chunk_table(params), (key, scale), workspace)
     losses, grads, workspace = results
+    if scale is not None:
+        grads = jax.tree.map(lambda g: g / scale, grads)
     return Result(jnp.sum(losses["loss"]), grads, losses["loss"], workspace, losses["metrics"])
 
 
@@ -110,19 +114,21 @@ def eval_step(pipeline: Pipeline, params: Placed, batch: dict[str, jax.Array]) -
     ticks = int(np.flatnonzero((pipeline.schedule.forward.chunk != IDLE).any(axis=1))[-1]) + 1
     tables = (jax.tree.map(lambda a: a[:ticks], forward),)
     specs = (PartitionSpec(), PartitionSpec())
-    return _mapped(pipeline, _evaluate, specs)(params, batch, tables, _chunk_table(params), None, None)
+    return _mapped(pipeline, _evaluate, specs)(params, batch, tables, _chunk_table(params), (None, None), None)
 
 
 def workspace_spec(pipeline: Pipeline, params: Placed, batch: dict, key: Any = None) -> tuple[Tree, Tree]:
     """Shapes of one rank's ring and of the stream; arguments may be abstract, and the mesh too."""
     found = []
 
-    def body(pipeline: Pipeline, rest: Placed, params: Placed, batch: dict, _: tuple, table: dict, key: Any, __: None):
-        ctx = slots.make_context(pipeline, rest, params, batch, table, key)
-        found.append(slots.make_shapes(pipeline, ctx.weights, ctx.outer, ctx.batch, key))
+    def body(
+        pipeline: Pipeline, rest: Placed, params: Placed, batch: dict, _: tuple, table: dict, given: tuple, __: None
+    ):
+        ctx = slots.make_context(pipeline, rest, params, batch, table, *given)
+        found.append(slots.make_shapes(pipeline, ctx.weights, ctx.outer, ctx.batch, ctx.key))
         return ctx.count
 
-    trace = lambda p, b, k: _mapped(pipeline, body, PartitionSpec())(p, b, (), _chunk_table(p), k, None)
+    trace = lambda p, b, k: _mapped(pipeline, body, PartitionSpec())(p, b, (), _chunk_table(p), (k, None), None)
     jax.eval_shape(trace, params, batch, key)
     return found[0].ring, found[0].stream
 
@@ -152,7 +158,7 @@ def _rest(pipeline: Pipeline, params: Placed) -> Placed:
 
 
 def _mapped(pipeline: Pipeline, body: Callable, out_specs: Tree) -> Callable:
-    def run(params: Placed, batch: dict, tables: tuple, chunk_table: dict, key: Any, workspace: Tree) -> Tree:
+    def run(params: Placed, batch: dict, tables: tuple, chunk_table: dict, given: tuple, workspace: Tree) -> Tree:
         rest = _rest(pipeline, params)
         in_specs = (
             jax.tree.map(lambda r: partition.manual(r.param), rest),
@@ -172,7 +178,7 @@ def _mapped(pipeline: Pipeline, body: Callable, out_specs: Tree) -> Callable:
             check_vma=False,
         )
         with sharding.use(pipeline.sequence_parallel):
-            return mapped(params, batch, tables, chunk_table, key, workspace)
+            return mapped(params, batch, tables, chunk_table, given, workspace)
 
     return run
 
@@ -217,12 +223,12 @@ def _train(
     batch: dict,
     tables: tuple,
     chunk_table: dict,
-    key: Any,
+    given: tuple,
     ring: Tree,
 ) -> tuple[dict, Placed, Tree]:
     """The step as one rank sees it: prepare, scan the ticks, reduce."""
-    ctx = slots.make_context(pipeline, rest, params, batch, chunk_table, key)
-    shapes = slots.make_shapes(pipeline, ctx.weights, ctx.outer, ctx.batch, key)
+    ctx = slots.make_context(pipeline, rest, params, batch, chunk_table, *given)
+    shapes = slots.make_shapes(pipeline, ctx.weights, ctx.outer, ctx.batch, ctx.key)
     schedule, link = pipeline.schedule, pipeline.wire
     on_wire = wire.on_wire(link, shapes.stream)
     start = lambda a, r: sharding.constrain_leaf(jnp.zeros(a.shape, pipeline.precision.accumulate), r.names)
@@ -278,11 +284,18 @@ def _reduce(pipeline: Pipeline, a: jax.Array, r: Rest) -> jax.Array:
 
 
 def _evaluate(
-    pipeline: Pipeline, rest: Placed, params: Placed, batch: dict, tables: tuple, chunk_table: dict, key: Any, _: None
+    pipeline: Pipeline,
+    rest: Placed,
+    params: Placed,
+    batch: dict,
+    tables: tuple,
+    chunk_table: dict,
+    given: tuple,
+    _: None,
 ) -> tuple[jax.Array, jax.Array]:
     """Forward only, as one rank sees it: the F slots, and the loss where the last chunk ends."""
-    ctx = slots.make_context(pipeline, rest, params, batch, chunk_table, key)
-    shapes = slots.make_shapes(pipeline, ctx.weights, ctx.outer, ctx.batch, key)
+    ctx = slots.make_context(pipeline, rest, params, batch, chunk_table, *given)
+    shapes = slots.make_shapes(pipeline, ctx.weights, ctx.outer, ctx.batch, ctx.key)
     link = pipeline.wire
     on_wire = wire.on_wire(link, shapes.stream)
 

@@ -56,7 +56,7 @@ class Context(NamedTuple):
     uneven: some places hold no layer. batch: this data rank's [M, B, ...]. key: of the step, or None.
     weights: K modules, leaves [C, ...], outer: embedding and head, both in the compute dtype.
     counts, first: int32 [C], layers of each chunk and the first one's index. count: float32 [], valid tokens of all
-    microbatches and data ranks.
+    microbatches and data ranks. scale: float32 [], of the loss, or None.
     """
 
     pipeline: Pipeline
@@ -68,6 +68,7 @@ class Context(NamedTuple):
     counts: jax.Array
     first: jax.Array
     count: jax.Array
+    scale: jax.Array | None
 
     def chunk_weights(self, c: jax.Array) -> list:
         if self.pipeline.schedule.chunks == 1:
@@ -107,7 +108,9 @@ def _embed(pipeline: Pipeline, embed: Any, microbatch: dict, key: jax.Array | No
     return stream if residual == "compute" else jax.tree.map(lambda a: cast(a, residual), stream)
 
 
-def make_context(pipeline: Pipeline, rest: Placed, params: Placed, batch: dict, chunk_table: dict, key: Any) -> Context:
+def make_context(
+    pipeline: Pipeline, rest: Placed, params: Placed, batch: dict, chunk_table: dict, key: Any, scale: Any
+) -> Context:
     """Gather and cast what the slots read. Runs inside the map."""
     compute, mesh = jnp.dtype(pipeline.precision.compute), pipeline.mesh
 
@@ -130,6 +133,7 @@ def make_context(pipeline: Pipeline, rest: Placed, params: Placed, batch: dict, 
         counts=chunk_table["count"][0],
         first=chunk_table["first"][0],
         count=valid,
+        scale=scale,
     )
 
 
@@ -335,9 +339,11 @@ def _head_backward(ctx: Context, m: jax.Array, outer: dict, losses: dict, out: T
     def loss(weights: dict, out: Tree) -> tuple[jax.Array, dict]:
         with probe.inside(ctx.pipeline.probe, "head", probe.mark(ctx.pipeline.probe, microbatch, m, -1)):
             value, metrics = with_metrics(ctx.pipeline.loss(weights["head"], weights["embed"], out, microbatch))
-            return probe.tap("loss", value, 1) / count, metrics
+            value = probe.tap("loss", value, 1) / count
+            return value if ctx.scale is None else value * ctx.scale, metrics
 
     (value, metrics), (found, cotangent) = jax.value_and_grad(loss, argnums=(0, 1), has_aux=True)(ctx.outer, out)
+    value = value if ctx.scale is None else value / ctx.scale
     outer = jax.tree.map(lambda a, g: a + g.astype(a.dtype), outer, found)
     sums = jax.tree.map(lambda a, v: a + v.astype(a.dtype) / count, losses["metrics"], metrics)
     return outer, {"loss": losses["loss"].at[m].set(value), "metrics": sums}, cotangent

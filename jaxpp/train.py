@@ -5,7 +5,6 @@ Legend: B microbatch size, T sequence, M microbatches, DP data ranks.
 
 import json
 import math
-import time
 from collections.abc import Callable, Iterable, Iterator, Sequence
 from dataclasses import asdict, dataclass, field, replace
 from functools import partial
@@ -17,7 +16,7 @@ import numpy as np
 import optax
 from jax.sharding import Mesh, NamedSharding, PartitionSpec
 
-from jaxpp import checkpoint, data, devices, executor, optim, partition, precision, schedules, tokenize, tokenizer, wire
+from jaxpp import checkpoint, data, executor, optim, partition, precision, schedules, tokenize, tokenizer, wire
 from jaxpp.config import Config, Sizes
 from jaxpp.executor import Pipeline
 from jaxpp.losses import token_loss
@@ -27,6 +26,7 @@ from jaxpp.partition import Placed
 from jaxpp.probe import Probe
 from jaxpp.profile import Trace, parse_span
 from jaxpp.records import Recorder, watched
+from jaxpp.report import reporter
 from jaxpp.texts import array_names
 
 Tree = Any
@@ -86,7 +86,8 @@ class Run:
     @property
     def optimizer(self) -> optax.GradientTransformation:
         """The optimizer, without clipping: the step clips with the norm that it reports."""
-        return optim.make(self.config.optimizer, self.rate, self.config.weight_decay, 0.0)
+        made = optim.make(self.config.optimizer, self.rate, self.config.weight_decay, 0.0)
+        return optim.with_loss_scale(made) if self.config.scales_loss else made
 
     def batch_spec(self) -> dict[str, jax.ShapeDtypeStruct]:
         """Shapes of a batch, int32 [M, DP*B, T]."""
@@ -191,20 +192,28 @@ def make_step(run: Run) -> Callable[[State, dict], tuple[State, dict[str, jax.Ar
         key = None
         if config.dropout:
             key = jax.random.fold_in(jax.random.key(config.seed), state.step)
-        result = executor.train_step(pipeline, state.params, batch, key, state.workspace)
+        scale = cast(Any, state.opt_state).scale if config.scales_loss else None
+        result = executor.train_step(pipeline, state.params, batch, key, state.workspace, scale)
         at_rest, moments = at_rest_of(run, state.params)
         # Each rank updates the part whose moments it has.
         grads = jax.lax.with_sharding_constraint(result.grads, moments)
         norm = optim.global_norm(grads)
         if config.clip_grad:
-            scale = jnp.minimum(1.0, config.clip_grad / jnp.maximum(norm, 1e-12))
-            grads = jax.tree.map(lambda g: g * scale, grads)
+            shrink = jnp.minimum(1.0, config.clip_grad / jnp.maximum(norm, 1e-12))
+            grads = jax.tree.map(lambda g: g * shrink, grads)
         # optax's types know no trees but their own
         updates, opt_state = optimizer.update(cast(Any, grads), state.opt_state, cast(Any, state.params))
         put = jax.lax.with_sharding_constraint
         opt_state = optax.tree_utils.tree_map_params(optimizer, put, opt_state, moments)
         params = put(cast(Placed, optax.apply_updates(cast(Any, state.params), updates)), at_rest)
-        metrics = {"loss": result.loss, "grad_norm": norm, "learning_rate": rate(state.step), **result.metrics}
+        metrics: dict[str, Any] = {
+            "loss": result.loss,
+            "grad_norm": norm,
+            "learning_rate": rate(state.step),
+            **result.metrics,
+        }
+        if config.scales_loss:
+            metrics |= {"loss_scale": scale, "skipped_steps": cast(Any, opt_state).skipped}
         return State(params, opt_state, state.step + 1, result.workspace), metrics
 
     return jax.jit(step, donate_argnums=0)
@@ -350,7 +359,7 @@ def train(run: Run, build: Build, feeds: Feeds, log: Log, hooks: Hooks = Hooks()
     wire.self_test(run.mesh, run.pipeline.wire)
     state, step, evaluate = initial_state(run, build, hooks.read, hooks.found), make_step(run), make_eval(run)
     step = watched(run.recorder, step, log.say)
-    report = _reporter(run, log)
+    report = reporter(run, log)
     span = parse_span(config.profile, config.num_iteration) if config.profile else range(0)
     trace = Trace(span, log.path.with_name("profile"))
     for i in range(hooks.found.step if hooks.found else 0, config.num_iteration):
@@ -390,28 +399,6 @@ def train(run: Run, build: Build, feeds: Feeds, log: Log, hooks: Hooks = Hooks()
     if saver is not None:
         saver.wait()
     return state
-
-
-def _reporter(run: Run, log: Log) -> Callable:
-    """Log each step once its numbers are there: those of step i while step i+1 runs, or at once when flushing."""
-    waiting: list[tuple[int, dict]] = []
-    clock, used = [time.perf_counter()], run.mesh.devices.ravel().tolist()
-
-    def report(step: int | None, metrics: dict | None, flush: bool) -> None:
-        if step is not None and metrics is not None:
-            waiting.append((step, metrics))
-        while len(waiting) > (0 if flush else 1):
-            number, values = waiting.pop(0)
-            found = {name: value.tolist() for name, value in jax.device_get(values).items()}
-            now = time.perf_counter()
-            seconds, clock[0] = now - clock[0], now
-            speed = {"tokens_per_second": run.sizes.tokens / seconds, "step_seconds": seconds}
-            told = devices.figures(used, run.flops_per_token * speed["tokens_per_second"])
-            log.step({"step": number, **found, **speed, **told})
-        if step is None:
-            clock[0] = time.perf_counter()  # validation is no step's time
-
-    return report
 
 
 def parameter_count(spec: Placed) -> int:

@@ -134,3 +134,25 @@ def test_global_norm_of_bfloat16_gradients_is_computed_in_float32():
 
 def test_global_norm_of_no_gradients_is_zero():
     assert float(optim.global_norm({})) == 0.0
+
+
+def test_loss_scale_skips_and_grows(monkeypatch):
+    """A step that is not finite changes nothing but the scale; good ones are those of the optimizer itself."""
+    monkeypatch.setattr(optim, "GROW_AFTER", 3)
+    inner = optim.make("adamw", lambda step: 0.1, 0.0, 0.0)
+    scaled = optim.with_loss_scale(inner)
+    params = {"w": jnp.array([1.0, 2.0])}
+    state, plain = scaled.init(params), inner.init(params)
+    good, bad = {"w": jnp.array([0.5, -0.5])}, {"w": jnp.array([1.0, jnp.inf])}
+    seen = []
+    for grads in (good, bad, bad, good, good, good, good):
+        updates, state = scaled.update(grads, state, params)
+        if grads is good:
+            want, plain = inner.update(grads, plain, params)
+            np.testing.assert_array_equal(updates["w"], want["w"])
+        else:
+            np.testing.assert_array_equal(updates["w"], 0)
+        seen.append((float(state.scale) / optim.FIRST_SCALE, int(state.skipped)))
+    assert seen == [(1, 0), (0.5, 1), (0.25, 2), (0.25, 0), (0.25, 0), (0.5, 0), (0.5, 0)]
+    for a, b in zip(jax.tree.leaves(state.inner), jax.tree.leaves(plain), strict=True):
+        np.testing.assert_array_equal(a, b)

@@ -4,12 +4,13 @@ import json
 import subprocess
 import sys
 from pathlib import Path
+from typing import Any
 
 import numpy as np
 import pytest
 
 import run
-from jaxpp import data
+from jaxpp import data, optim
 
 ROOT = Path(__file__).parent.parent
 
@@ -196,3 +197,43 @@ def test_the_main_job_learns_more_than_pairs(tmp_path: Path) -> None:
     assert said[-1] == f"metrics are in {tmp_path / 'metrics.jsonl'}"
     last = json.loads((tmp_path / "metrics.jsonl").read_text().splitlines()[-1])
     assert last["val_loss"] < bigram_loss(*data.default_corpus())
+
+
+SCALED = ["--num_iteration", "4", "--sequence_length", "32", "--total_batch_size", "256", "--batch_size", "1"]
+
+
+def test_float16_trains_as_float32_does(tmp_path: Path) -> None:
+    """With float16 on the wire both ways, the loss scaled over it."""
+    found = {}
+    for dtype in ("float32", "float16"):
+        assert run.main([*SCALED, "--dtype", dtype, "--output_dir", str(tmp_path)]) == 0
+        found[dtype] = [json.loads(line) for line in (tmp_path / "metrics.jsonl").read_text().splitlines()][:4]
+    for a, b in zip(found["float32"], found["float16"], strict=True):
+        assert b["loss"] == pytest.approx(a["loss"], rel=5e-3)
+        assert b["grad_norm"] == pytest.approx(a["grad_norm"], rel=2e-2)
+    assert [line["loss_scale"] for line in found["float16"]] == [optim.FIRST_SCALE] * 4
+    assert "loss_scale" not in found["float32"][0]
+
+
+@pytest.mark.parametrize(("first", "ends"), [(2.0**22, False), (1e30, True)])
+def test_steps_that_overflow_are_skipped_and_counted(
+    first: float, ends: bool, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: Any
+) -> None:
+    monkeypatch.setattr(optim, "FIRST_SCALE", first)
+    words = ["--dtype", "float16", "--max_skipped_steps", "6", "--output_dir", str(tmp_path)]
+    assert run.main(["--num_iteration", "8", *SCALED[2:], *words]) == (1 if ends else 0)
+    said = capsys.readouterr()
+    steps = [json.loads(line) for line in (tmp_path / "metrics.jsonl").read_text().splitlines()]
+    steps = [line for line in steps if "loss_scale" in line]
+    in_a_row = [line["skipped_steps"] for line in steps]
+    lost = in_a_row.index(0) if 0 in in_a_row else len(steps)
+    assert in_a_row == [*range(1, lost + 1), *[0] * (len(steps) - lost)]
+    assert [line["loss_scale"] for line in steps[: lost + 1]] == [
+        first / 2**i for i in range(min(lost + 1, len(steps)))
+    ]
+    assert said.out.count("was skipped: gradients are not finite") == lost
+    if ends:
+        assert lost == 6 and said.err.startswith("error: max_skipped_steps=6: 6 steps in a row")
+        assert said.err.count("\n") == 1
+    else:
+        assert 1 <= lost < 6
