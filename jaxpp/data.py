@@ -24,6 +24,8 @@ _VERSION_OF_MAGIC = {20240520: 1, 20240801: 7}
 _EXPECTED = "UTF-8 text or an llm.c token file (magic 20240520: uint16, magic 20240801: uint32)"
 _REWRITE = "write the file again, for example with jaxpp.data.write_tokens"
 
+HELD_OUT = 20  # one token of so many is for validation, where no file is given for it
+
 _TEXT_CHECK_BYTES = 1 << 20
 _SCAN_TOKENS = 1 << 20
 
@@ -216,6 +218,17 @@ def _count_windows(tokens: np.ndarray, sequence_length: int, option: str) -> int
         remedy = f"give a longer file, or a sequence_length of at most {len(tokens) - 1}"
         raise ValueError(f"{option}: the text has {rule}; {remedy if len(tokens) > 1 else 'give a longer file'}")
     return (len(tokens) - 1) // sequence_length
+
+
+def check_text(tokens: np.ndarray, sequence_length: int, what: str) -> None:
+    """Check that a text fills one row. Raises ValueError that says how many tokens `what` has and needs."""
+    _count_windows(tokens, sequence_length, what)
+
+
+def split_note(count: int) -> tuple[str, str]:
+    """What an error says of the training and the validation part of a file of `count` tokens."""
+    rule = f"of {count} tokens, which is held out unless --input_val_bin is given"
+    return f" (all but the last twentieth {rule})", f" (the last twentieth {rule})"
 
 
 def _gather(tokens: np.ndarray, which: np.ndarray, sequence_length: int) -> tuple[np.ndarray, np.ndarray]:

@@ -8,6 +8,7 @@ import time
 from collections.abc import Callable
 from dataclasses import asdict, dataclass, field, replace
 from functools import partial
+from pathlib import Path
 from typing import Any, NamedTuple, cast
 
 import jax
@@ -142,27 +143,31 @@ def describe_run(run: Run) -> dict[str, Any]:
     return {"model": run.model, "fixed": fixed, "options": asdict(run.config)}
 
 
-def find_checkpoint(run: Run) -> checkpoint.Found | None:
-    """The checkpoint that a run goes on from. Raises ValueError where there is none, or one of another run.
+def find_checkpoint(config: Config) -> checkpoint.Found | None:
+    """The checkpoint that a run goes on from. Raises ValueError where there is none.
 
     A folder to save to may be given to load from as well, empty at first: the same command then starts and goes on.
     """
-    config = run.config
     if config.load is None:
         return None
     found = checkpoint.latest(config.load)
-    if found is None and config.load != config.save:
+    same = config.save is not None and Path(config.load).resolve() == Path(config.save).resolve()
+    if found is None and not same:
         raise ValueError(f"load={config.load!r} has no checkpoint: give a folder that --save has written to")
-    if found is not None:
-        now = json.loads(json.dumps(describe_run(run)))  # as it comes back from a file
-        checkpoint.check_same("load", found.info["model"], now["model"], "model")
-        checkpoint.check_same("load", found.info["fixed"], now["fixed"], "run")
-        if found.step >= config.num_iteration:
-            raise ValueError(
-                f"load={config.load!r} is at step {found.step}, and num_iteration={config.num_iteration} leaves nothing"
-                f" to do: use a larger --num_iteration"
-            )
     return found
+
+
+def check_checkpoint(run: Run, found: checkpoint.Found) -> None:
+    """Check that a run can go on from a checkpoint. Raises ValueError where that is of another run, or at its end."""
+    config = run.config
+    now = json.loads(json.dumps(describe_run(run)))  # as it comes back from a file
+    checkpoint.check_same("load", found.info["model"], now["model"], "model")
+    checkpoint.check_same("load", found.info["fixed"], now["fixed"], "run")
+    if found.step >= config.num_iteration:
+        raise ValueError(
+            f"load={config.load!r} is at step {found.step}, and num_iteration={config.num_iteration} leaves nothing"
+            f" to do: use a larger --num_iteration"
+        )
 
 
 def _everywhere(mesh: Mesh) -> NamedSharding:
@@ -240,23 +245,28 @@ def load_corpus(config: Config, vocab_size: int, where: str | None = None) -> tu
     if config.input_val_bin is not None:
         validation = read(config.input_val_bin, "input_val_bin")
     else:  # the last twentieth is held out
-        train, validation = np.split(train, [len(train) - len(train) // 20])
+        train, validation = np.split(train, [len(train) - len(train) // data.HELD_OUT])
     by = "" if where is None else f", {chosen.name}"
     return train, validation, f"{config.input_bin} ({len(train):,} tokens{by})"
 
 
 def validation_set(run: Run, tokens: np.ndarray) -> list[dict[str, np.ndarray]]:
     """The fixed batches that validation runs over."""
-    s = run.sizes
-    option = "input_bin" if run.config.input_val_bin is None else "input_val_bin"
+    s, path = run.sizes, run.config.input_val_bin
+    option = "input_bin" if path is None else f"input_val_bin={path!r}"
     return data.validation_batches(tokens, s.microbatches, s.rows, s.length, VALIDATION_BATCHES, option=option)
 
 
 def check_corpus(run: Run, train_tokens: np.ndarray, validation_tokens: np.ndarray) -> None:
     """Check that both texts hold at least one row. Raises ValueError with the numbers."""
-    s = run.sizes
-    data.Batches(train_tokens, s.microbatches, s.rows, s.length, run.config.seed)
-    validation_set(run, validation_tokens)
+    c, s = run.config, run.sizes
+    held_out = c.input_bin is not None and c.input_val_bin is None
+    shares = data.split_note(len(train_tokens) + len(validation_tokens)) if held_out else ("", "")
+    name = "input_bin" if c.input_bin is None else f"input_bin={c.input_bin!r}"
+    data.check_text(train_tokens, s.length, name + shares[0])
+    data.check_text(
+        validation_tokens, s.length, f"input_val_bin={c.input_val_bin!r}" if c.input_val_bin else name + shares[1]
+    )
 
 
 def make_eval(run: Run) -> Callable[[Placed, list[dict]], float]:

@@ -186,7 +186,6 @@ def test_a_failed_save_is_not_silent(tmp_path: Path, monkeypatch: pytest.MonkeyP
         (["--load", "SAVED", "--seed", "1"], "run has seed=0, this run 1"),
         (["--load", "SAVED", "--sequence_length", "32"], "run has sequence_length=16, this run 32"),
         (["--load", "SAVED", "--num_iteration", "5"], "is at step 5, and num_iteration=5 leaves nothing to do"),
-        (["--load", "SAVED", "--init_from", "x"], "give one of them"),
         (["--save_interval", "5"], "save_interval=5 needs a folder: give --save FOLDER"),
         (["--save", "/dev/null/x"], "save='/dev/null/x' cannot be written"),
     ],
