@@ -18,6 +18,6 @@ def read_object(path: Path) -> dict[str, Any]:
     except ValueError as error:  # a number of thousands of digits
         raise ValueError(f"{path.name} is no JSON that can be read ({error}): copy it again") from None
     if not isinstance(found, dict):
-        kind = {list: "a list", str: "a string", type(None): "null"}.get(type(found), "a number")
+        kind = {list: "a list", str: "a string", type(None): "null"}.get(type(found), "a number or truth value")
         raise ValueError(f"{path.name} holds {kind}, not an object ({{...}}): copy it again")
     return found
