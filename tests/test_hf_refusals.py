@@ -219,7 +219,11 @@ WRONG: list[tuple[str, dict[str, Any], str]] = [
         "num_key_value_heads=0 is not a whole number of 1 to 1000000000, for example",
     ),
     ("llama", {"num_key_value_heads": 3}, "num_attention_heads=4 must be a multiple of num_key_value_heads=3"),
-    ("llama", {"num_attention_heads": 5, "num_key_value_heads": 5}, "hidden_size=24 must be a multiple of num_att"),
+    (
+        "llama",
+        {"num_attention_heads": 5, "num_key_value_heads": 5, "head_dim": None},
+        "hidden_size=24 must be a multiple of num_att",
+    ),
     ("llama", {"head_dim": 3}, "head_dim=3 must be even"),
     ("llama", {"num_attention_heads": 8, "head_dim": None}, "hidden_size=24 / num_attention_heads=8, must be even"),
     ("llama", {"model_type": ["llama"]}, "model_type=['llama'] is not supported"),
@@ -271,7 +275,7 @@ def test_every_size_that_is_read_is_checked(family: str, configs: dict) -> None:
     for name, rule in rules.items():
         if isinstance(rule, hf_config.To | hf_config.Extra) and name in configs[family]:
             with pytest.raises(ValueError, match=name):
-                hf_config.read(configs[family] | {name: {"of": "another type"}})
+                hf_config.read(configs[family] | {name: ["another type"]})
 
 
 @pytest.mark.parametrize(

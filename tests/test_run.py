@@ -151,7 +151,7 @@ def test_text_of_a_model_without_tokenizer(tmp_path: Path, monkeypatch: pytest.M
         ),
         (
             30,
-            "(all but the last twentieth of 30 tokens, which is held out unless --input_val_bin is given): the text has",
+            "(all but the last twentieth of 30 tokens, which is held out unless --input_val_bin is given): the",
         ),
     ],
 )
