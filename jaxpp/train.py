@@ -223,7 +223,8 @@ def load_corpus(config: Config, vocab_size: int, where: str | None = None) -> tu
     where: the tokenizer of text, see `tokenizer.load`; a text is tokenized once and found again by its content.
     """
     chosen = tokenizer.load(where)
-    tokenizer.check_vocabulary(chosen, vocab_size)
+    if where is not None or config.input_bin is None:  # the tokens of a file are looked at themselves
+        tokenizer.check_vocabulary(chosen, vocab_size)
 
     def tokens_of(found: np.ndarray, option: str) -> np.ndarray:
         if found.dtype != np.uint8 or where is None:  # a token file, or bytes
