@@ -13,6 +13,7 @@ Options: python run.py COMMAND --help
 """
 
 import dataclasses
+import io
 import json
 import os
 import shutil
@@ -55,27 +56,54 @@ from models.generate import Sampling, generate
 
 SAMPLE_TOKENS = 160
 DEFAULT_MODEL = "gpt2-tiny"
+OF_THE_MODEL = {"dropout": "dropout", "router_balance_loss": "balance_loss", "router_z_loss": "z_loss"}
 
 
-def source_of(config: Config) -> hf.Source | None:
-    """The weights that a run starts from, or None where it starts from random ones. Raises ValueError."""
+class Start(NamedTuple):
+    """What a run starts from: its options, filled in with what that says; the model; weights or a checkpoint of it."""
+
+    config: Config
+    model: models.ModelConfig
+    source: hf.Source | None
+    found: checkpoint.Found | None
+
+
+def start_of(config: Config) -> Start:
+    """A checkpoint where --load has one, else a folder or file of weights, else random ones. Raises ValueError."""
     options.check_start(config)
+    found, source = train.find_checkpoint(config), None
+    if found:
+        saved = models.from_json(found.info["model"])
+        model = saved if config.model is None else models.config_of(config.model)
+        config = options.going_on(config, found.info["options"])
+    else:
+        source = open_source(config)
+        model = source.config if source else models.config_of(config.model or DEFAULT_MODEL)
+    if source and source.warning and config.dropout is None:
+        warnings.warn(source.warning, stacklevel=1)
+    return Start(*with_options(config, model), source, found)
+
+
+def open_source(config: Config) -> hf.Source | None:
+    """The weights that --init_from or --llmc_filepath name, or None. Raises ValueError."""
     if config.init_from is not None:
         return hf.open_folder(config.init_from)
     return hf.open_llmc(config.llmc_filepath) if config.llmc_filepath is not None else None
 
 
-def model_config(config: Config, source: hf.Source | None) -> models.ModelConfig:
-    """The model's sizes with the options that change it. Raises ValueError for an option that is not of this model."""
-    model = source.config if source else models.config_of(config.model or DEFAULT_MODEL)
-    model = dataclasses.replace(model, dropout=config.dropout)
-    for name, ours in {"router_balance_loss": "balance_loss", "router_z_loss": "z_loss"}.items():
+def with_options(config: Config, model: models.ModelConfig) -> tuple[Config, models.ModelConfig]:
+    """Options and model made equal: an option that is given changes the model, one that is not gets the model's value.
+
+    Raises ValueError for an option that is not of this model.
+    """
+    for name, ours in OF_THE_MODEL.items():
         value = getattr(config, name)
         if value is not None and not hasattr(model, ours):
             raise ValueError(f"{name}={value} is of models with experts, this model has none: leave it out")
         if value is not None:
             model = dataclasses.replace(model, **{ours: value})
-    return model
+        config = dataclasses.replace(config, **{name: getattr(model, ours, None)})
+    return dataclasses.replace(config, tokenizer=config.tokenizer or tokenizer_in(config.init_from)), model
 
 
 def check_split(config: Config, model: models.ModelConfig, sizes: options.Sizes) -> None:
@@ -98,7 +126,7 @@ def start_devices(config: Config) -> int:
     if config.emulate_devices:
         mesh.emulate_devices(config.emulate_devices)
     else:  # counts only where the CPU is what JAX finds
-        mesh.set_host_devices(-(-count // mesh.started(config.num_processes)))
+        mesh.set_host_devices(min(1024, -(-count // mesh.started(config.num_processes))))
     mesh.join_processes(config.coordinator_address, config.num_processes, config.process_id)
     return len(jax.devices()) if jax.default_backend() == "gpu" else 0
 
@@ -114,14 +142,14 @@ def describe(run: train.Run, model: models.ModelConfig, corpus: str, parameters:
         f"training {name} ({parameters / 1e6:.1f}M parameters) on {corpus}: {c.schedule_name} over {s.pipe} stages"
         f"{chunks} x {s.data} replicas{others}, {s.microbatches} microbatches of {s.rows} x {s.length} tokens,"
         f" {c.dtype} with {run.pipeline.precision.wire} on the wire, {c.num_iteration} steps, {kind},"
-        f" {kernel(model.attention, jax.numpy.dtype(c.dtype), c.dropout > 0)} attention"
+        f" {kernel(model.attention, jax.numpy.dtype(c.dtype), model.dropout > 0)} attention"
+        f"{f', dropout {model.dropout}' if model.dropout else ''}"
     )
 
 
 def run_train(config: Config) -> None:
     """Train, validate, sample, and say where the files are."""
-    source = source_of(config)
-    model = model_config(config, source)
+    config, model, source, found = start_of(config)
     options.check(config, model.layers, model.positions)
     gpus = start_devices(config)
     model = dataclasses.replace(model, cudnn=gpus > 0)
@@ -138,29 +166,30 @@ def run_train(config: Config) -> None:
         flops_per_token=flops.per_token(model, sizes.length),
         recorder=recorder_of(config, sizes),
     )
-    where = config.tokenizer or tokenizer_in(config.init_from)
-    corpus = train.load_corpus(config, model.vocab_size, where)
+    corpus = train.load_corpus(config, model.vocab_size, config.tokenizer)
     feeds = train.make_feeds(run, corpus)
     run = dataclasses.replace(run, order=feeds.batches.order())
+    if found:
+        train.check_checkpoint(run, found)
     build = builder(model)
     if source:
         hf.check_source(source, train.placed_spec(run, build))
-    found = train.find_checkpoint(run)
+    resolved = describe_options(config, sizes)
+    if config.save:
+        checkpoint.check_writable(config.save)
     stop = on_sigterm() if config.save else lambda step: False
     done, quiet = found.step if found else 0, jax.process_index() > 0
     if run.recorder:
         run.recorder.open()
     with metrics.Log(config.output_dir, config.num_iteration, done, config.tensorboard, quiet) as log:
         if not quiet:
-            write_options(config, sizes, log.path.with_name("config.toml"))
+            log.path.with_name("config.toml").write_text(resolved, encoding="utf-8")
         if config.load:
             log.say(f"going on from {found.path}" if found else f"{config.load} has no checkpoint yet: starting anew")
         log.say(describe(run, model, corpus.said, train.parameter_count(train.placed_spec(run, build))))
         if run.recorder:
             log.say(f"precision check: tensors are recorded in {run.recorder.folder}, with remat none")
-        text_of = tokenizer.load(where)
-        speaks = where is not None or model.vocab_size == text_of.vocab_size
-        sample = sampler(run, model.positions, corpus.validation[0], text_of, log) if speaks else lambda params: None
+        sample = sampler(run, model, corpus.validation[0], log)
         read = partial(hf.assemble, source) if source else None
         hooks = train.Hooks(sample, read, found, stop)
         train.train(run, build, feeds, log, hooks)
@@ -176,12 +205,12 @@ def recorder_of(config: Config, sizes: options.Sizes) -> records.Recorder | None
     return records.Recorder(records.parse_check(config.precision_check, config.output_dir), sizes.data)
 
 
-def write_options(config: Config, sizes: options.Sizes, path: Path) -> None:
-    """Write the options as they were resolved; --config with this file repeats the run."""
+def describe_options(config: Config, sizes: options.Sizes) -> str:
+    """The options as they were resolved, as TOML; --config with a file of it repeats the run."""
     found = dataclasses.asdict(options.resolved(config, sizes))
     if not (config.init_from or config.llmc_filepath):
         found["model"] = config.model or DEFAULT_MODEL
-    path.write_text("# python run.py --config THIS_FILE\n" + option_files.to_toml(found), encoding="utf-8")
+    return "# python run.py --config THIS_FILE\n" + option_files.to_toml(found)
 
 
 def on_sigterm() -> Callable[[int], bool]:
@@ -199,13 +228,17 @@ def tokenizer_in(folder: str | None) -> str | None:
 
 
 def sampler(
-    run: train.Run, positions: int, tokens: np.ndarray, text_of: tokenizer.Tokenizer, log: metrics.Log
+    run: train.Run, model: models.ModelConfig, tokens: np.ndarray, log: metrics.Log
 ) -> Callable[[partition.Placed], None]:
-    """A function that says how the model goes on after the validation text's beginning."""
+    """A function that says how the model goes on after the validation text's beginning, or nothing, which it says."""
+    text_of = tokenizer.load(run.config.tokenizer)
+    if run.config.tokenizer is None and model.vocab_size != text_of.vocab_size:
+        log.say(f"no samples: the model's {model.vocab_size} tokens are not bytes; --tokenizer says how they read")
+        return lambda params: None
     prompt = tokens[: run.sizes.length // 2]
     key = jax.random.key(run.config.seed)
     # Between processes each token waits for all layers to come over the network.
-    count = min(SAMPLE_TOKENS // (8 if jax.process_count() > 1 else 1), positions - len(prompt))
+    count = min(SAMPLE_TOKENS // (8 if jax.process_count() > 1 else 1), model.positions - len(prompt))
 
     def sample(params: partition.Placed) -> None:
         found = generate(params, prompt, count, key, Sampling(), partition.unstack, run.config.dtype, text_of.end)
@@ -219,9 +252,15 @@ def run_generate(config: GenerateConfig) -> None:
     check_ranges(config)
     if config.load is None or not config.prompt:
         raise ValueError("generate needs --load FOLDER and --prompt TEXT, for example --load model --prompt 'Once'")
-    model, weight, origin, _ = open_model(config.load)
-    text_of = tokenizer.load(config.tokenizer or origin)
+    check_letters("prompt", config.prompt)
+    model, weight, where, *_ = open_model(config.load)
+    text_of = tokenizer.load(config.tokenizer or where)
     prompt = text_of.encode(config.prompt)
+    if not 0 < len(prompt) < model.positions:
+        raise ValueError(
+            f"prompt has {len(prompt)} tokens ({text_of.name}), and the model {model.positions} positions, of which at"
+            f" least 1 is for what follows: give a prompt of 1 to {model.positions - 1} tokens"
+        )
     if len(prompt) + config.max_new_tokens > model.positions:
         raise ValueError(
             f"max_new_tokens={config.max_new_tokens} after a prompt of {len(prompt)} tokens is more than the"
@@ -241,28 +280,41 @@ def run_generate(config: GenerateConfig) -> None:
     print()
 
 
-class Trained(NamedTuple):
-    """A model: its config, its weights by (part, path, layer), where its tokenizer is, if it has one, and what a
-    checkpoint says of its run (see `train.describe_run`), or nothing."""
+def check_letters(name: str, text: str) -> None:
+    """Refuse, with a ValueError, text with letters that UTF-8 has not, such as bytes of another encoding."""
+    try:
+        text.encode()
+    except UnicodeEncodeError as error:
+        raise ValueError(
+            f"{name}={text!r} is not text in UTF-8 (letter {error.start}): type it anew, or set LC_ALL=C.UTF-8"
+        ) from None
 
-    config: models.ModelConfig
-    weight: Callable[[str, str, int | None], np.ndarray]
+
+class Opened(NamedTuple):
+    """A trained model: its config, its weights, where its tokenizer is, the Hugging Face folder it began as, and what
+    a checkpoint says of its run (see `train.describe_run`), or nothing."""
+
+    model: models.ModelConfig
+    weight: hf.Weight
     tokenizer: str | None
+    origin: str | None
     info: dict[str, Any]
 
 
-def open_model(folder: str) -> Trained:
-    """The model of a Hugging Face folder, or of a folder of checkpoints. Raises ValueError where it is neither."""
+def open_model(folder: str) -> Opened:
+    """The model in a Hugging Face folder, or of the newest checkpoint in a folder of them.
+
+    Raises ValueError where it is neither.
+    """
     if (Path(folder) / "config.json").is_file():
         source = hf.open_folder(folder, "load")
-        weight = hf.source_weight(source, spec_of(source.config))
-        return Trained(source.config, weight, tokenizer_in(folder), {})
+        return Opened(source.config, hf.source_weight(source, spec_of(source.config)), tokenizer_in(folder), folder, {})
     found = checkpoint.latest(folder)
     if found is None:
         raise ValueError(f"load={folder!r} has neither a config.json nor a checkpoint: give a folder that has")
     model, given = models.from_json(found.info["model"]), found.info["options"]
     weight = checkpoint.weights(found, 0, model.layers)
-    return Trained(model, weight, given["tokenizer"] or tokenizer_in(given["init_from"]), found.info)
+    return Opened(model, weight, given["tokenizer"], given["init_from"] or given["tokenizer"], found.info)
 
 
 def spec_of(model: models.ModelConfig) -> partition.Placed:
@@ -275,8 +327,17 @@ def run_export(config: ExportConfig) -> None:
     """Write a Hugging Face folder, one tensor at a time."""
     if config.load is None or config.to is None:
         raise ValueError("export needs --load FOLDER and --to FOLDER, for example --load model --to exported")
-    model, weight, origin, _ = open_model(config.load)
-    files = hf.export(model, spec_of(model), weight, config.to, config.dtype, config.tokenizer or origin)
+    model, weight, where, origin, _ = open_model(config.load)
+    for name, path in (("load", config.load), ("load began as", origin)):
+        if path is not None and Path(path).is_dir() and Path(config.to).exists() and os.path.samefile(path, config.to):
+            raise ValueError(
+                f"to={config.to!r} is {name}={path!r}, which would be overwritten: give another folder, for example"
+                f" --to {path.rstrip('/')}-exported"
+            )
+    if config.tokenizer is not None:
+        tokenizer.check_vocabulary(tokenizer.load(config.tokenizer), model.vocab_size)
+    spec = spec_of(model)
+    files = hf.export(model, spec, weight, config.to, config.dtype, origin, config.tokenizer or where)
     print(f"wrote {', '.join(files)} to {config.to}")
 
 
@@ -285,7 +346,7 @@ def run_eval(given: EvalConfig) -> None:
     check_ranges(given)
     if given.load is None:
         raise ValueError("eval needs --load FOLDER, for example --load model")
-    model, weight, origin, info = open_model(given.load)
+    model, weight, origin, _, info = open_model(given.load)
     config = options.of_eval(given, info)
     options.check(config, model.layers, model.positions)
     gpus = start_devices(config)
@@ -314,12 +375,12 @@ def run_eval(given: EvalConfig) -> None:
 
 def run_plan(config: PlanConfig) -> None:
     """Print the plan."""
-    model = model_config(config, source_of(config))
-    options.check(config, model.layers, model.positions)
-    sizes = options.sizes(config, model.layers, model.positions)
-    check_split(config, model, sizes)
+    resolved, model, *_ = start_of(config)
+    options.check(resolved, model.layers, model.positions)
+    sizes = options.sizes(resolved, model.layers, model.positions)
+    check_split(resolved, model, sizes)
     grid = mesh.abstract_mesh(list(sizes.mesh.values()))
-    run = train.make_run(config, sizes, grid, model.layers, loss=models.training_loss(model))
+    run = train.make_run(resolved, sizes, grid, model.layers, loss=models.training_loss(model))
     found = plan.make_plan(run, builder(model), config.devices_per_host)
     if config.json:
         print(json.dumps(found))
@@ -350,6 +411,8 @@ COMMANDS = {
 
 def main(arguments: Sequence[str]) -> int:
     """Run a command line; returns the exit code, 2 for bad input."""
+    if isinstance(sys.stdout, io.TextIOWrapper):
+        sys.stdout.reconfigure(errors="replace")  # a letter that the terminal has not is no reason to stop
     warnings.showwarning = lambda message, *_: print(f"warning: {message}", file=sys.stderr)
     try:
         name, given = parse(arguments, {name: command.options for name, command in COMMANDS.items()})
@@ -357,7 +420,7 @@ def main(arguments: Sequence[str]) -> int:
     except ValueError as error:
         print(f"error: {error}", file=sys.stderr)
         return 2
-    except report.Diverged as error:
+    except report.DivergedError as error:
         print(f"error: {error}", file=sys.stderr)
         return 1
 

@@ -72,6 +72,17 @@ def _by_layer(placed: Placed) -> dict[str, dict[str, dict[str, np.ndarray]]]:
     return outer | {"block": layers}
 
 
+def check_writable(folder: str, option: str = "save") -> None:
+    """Make a folder where it is missing. Raises ValueError, naming the option, where nothing can be written into it."""
+    try:
+        Path(folder).mkdir(parents=True, exist_ok=True)
+        probe = Path(folder) / f".writable.{os.getpid()}"
+        probe.touch()
+        probe.unlink()
+    except OSError as error:
+        raise ValueError(f"{option}={folder!r} cannot be written ({error.strerror}): use another folder") from None
+
+
 class Saver:
     """Writes checkpoints in the background, one at a time, and keeps the newest.
 
@@ -82,12 +93,7 @@ class Saver:
         self.folder, self.keep = Path(folder), keep
         self._thread: threading.Thread | None = None
         self._errors: list[BaseException] = []
-        try:
-            self.folder.mkdir(parents=True, exist_ok=True)
-            (self.folder / ".writable").touch()
-            (self.folder / ".writable").unlink()
-        except OSError as error:
-            raise ValueError(f"save={folder!r} cannot be written ({error.strerror}): use another folder") from None
+        check_writable(folder)
 
     def save(self, step: int, tree: Tree, info: Mapping[str, Any]) -> None:
         """Copy a tree (see `host_arrays`) to the host, and write it in the background once the last one is written."""

@@ -19,6 +19,8 @@ from jaxpp.schedules import SCHEDULES
 
 DECAY_STYLES = ("none", "constant", "linear", "cosine", "inverse-square-root")
 OPTIMIZERS = ("adamw", "sgd")
+STARTS = ("model", "init_from", "llmc_filepath")  # each says which model is trained
+CARRIED = ("tokenizer", "dropout", "router_balance_loss", "router_z_loss")  # what a model's folder may have said
 MOST_MICROBATCHES = 4096  # of a step; a table's row is a tick, and with more of them the tables take long to build
 
 
@@ -36,21 +38,23 @@ class Config:
     pipeline_dtype: str | None = option(None, "dtype on the wire between stages (default: dtype)")
     grad_pipeline_dtype: str | None = option(None, "dtype on the backward wire (default: pipeline_dtype)")
     fp32_residual: bool = option(False, "keep the residual stream in float32", bool)
-    pipeline_parallel: int | None = option(None, "stages (default: up to 4, as the devices allow)", int, least=1)
-    virtual_pipeline_parallel: int = option(1, "chunks of layers on each stage", int, least=1)
-    data_parallel: int | None = option(
-        None, "replicas of the pipeline (default: 1, with GPUs all of them)", int, least=1
+    pipeline_parallel: int | None = option(
+        None, "stages (default: up to 4, as the devices allow)", int, least=1, most=4096
     )
-    tensor_parallel: int = option(1, "ranks that share each layer", int, least=1)
+    virtual_pipeline_parallel: int = option(1, "chunks of layers on each stage", int, least=1, most=4096)
+    data_parallel: int | None = option(
+        None, "replicas of the pipeline (default: 1, with GPUs all of them)", int, least=1, most=65536
+    )
+    tensor_parallel: int = option(1, "ranks that share each layer", int, least=1, most=4096)
     sequence_parallel: bool = option(False, "with tensor_parallel: norms and residuals split over the sequence", bool)
-    context_parallel: int = option(1, "ranks that share each sequence", int, least=1)
-    expert_parallel: int = option(1, "ranks that share the experts, each with rows of its own", int, least=1)
+    context_parallel: int = option(1, "ranks that share each sequence", int, least=1, most=4096)
+    expert_parallel: int = option(1, "ranks that share the experts, each with rows of its own", int, least=1, most=4096)
     zero_stage: int = option(
         0, "over the replicas split 1: the optimizer's state, 2: gradients too, 3: parameters too", int, least=0, most=3
     )
     schedule: str | None = option(None, f"one of {', '.join(SCHEDULES)} (default: 1f1b, with chunks interleaved)")
     remat: str = option("dots", "what forward keeps for backward: full, none, dots, or a policy of JAX")
-    batch_size: int = option(2, "rows of a microbatch on one data rank", int, least=1)
+    batch_size: int = option(2, "rows of a microbatch on one data rank", int, least=1, most=65536)
     total_batch_size: int | None = option(None, "tokens a step (default: 8 microbatches)", int, least=1)
     sequence_length: int | None = option(
         None, "tokens of a row (default: a quarter of the model's positions)", int, least=1
@@ -66,9 +70,10 @@ class Config:
         20, "with float16: end after this many steps in a row whose gradients are not finite", int, least=1
     )
     clip_grad: float = option(1.0, "largest global gradient norm, 0: no clipping", float, least=0)
-    dropout: float = option(0.0, "dropout rate while training", float)
+    dropout: float | None = option(None, "dropout rate while training (default: the model's, 0 for presets)", float)
     tokenizer: str | None = option(
-        None, "of text: tokenizer.json or a folder that has one (default: that of init_from, or bytes)"
+        None,
+        "of text: tokenizer.json or a folder that has one (default: that of the checkpoint, of init_from, or bytes)",
     )
     input_bin: tuple[str, ...] | None = option(
         None, "training tokens: llm.c files or texts (default: Python's own source)", str, many=True
@@ -96,7 +101,7 @@ class Config:
     save: str | None = option(None, "folder for checkpoints, the last step's among them (default: none)")
     save_interval: int = option(0, "steps between checkpoints, 0: only at the end", int, least=0)
     max_checkpoint_keep: int = option(3, "how many of the newest checkpoints stay", int, least=1)
-    load: str | None = option(None, "go on from the newest whole checkpoint of this folder")
+    load: str | None = option(None, "go on from the newest whole checkpoint of this folder, and train its model")
     output_dir: str = option("output", "folder for metrics.jsonl, config.toml, tensorboard and profile")
     tensorboard: bool = option(False, "write the metrics for TensorBoard too", bool)
     profile: str | None = option(None, "trace the steps START to STOP - 1, given as START:STOP")
@@ -111,8 +116,8 @@ class Config:
     coordinator_address: str | None = option(
         None, "host:port of process 0, with several processes (default: what SLURM or Open MPI say)"
     )
-    num_processes: int | None = option(None, "how many processes there are, likewise", int, least=1)
-    process_id: int | None = option(None, "which of them this one is, from 0, likewise", int, least=0)
+    num_processes: int | None = option(None, "how many processes there are, likewise", int, least=1, most=65536)
+    process_id: int | None = option(None, "which of them this one is, from 0, likewise", int, least=0, most=65535)
 
     @property
     def scales_loss(self) -> bool:
@@ -130,7 +135,7 @@ class PlanConfig(Config):
     """Show what a training run will cost: schedule, memory and wire, without touching a device."""
 
     json: bool = option(False, "print one JSON object", bool)
-    devices_per_host: int = option(8, "devices of a host, to say what crosses between hosts", int, least=1)
+    devices_per_host: int = option(8, "devices of a host, to say what crosses between hosts", int, least=1, most=4096)
 
 
 @dataclass(frozen=True)
@@ -233,12 +238,20 @@ class Sizes:
 
 
 def check_start(config: Config) -> None:
-    """Check that a run starts from one thing. Raises ValueError."""
-    starts = [name for name in ("model", "init_from", "llmc_filepath") if getattr(config, name) is not None]
+    """Check that one option alone says which model to start. Raises ValueError."""
+    starts = [name for name in STARTS if getattr(config, name) is not None]
     if len(starts) > 1:
         raise ValueError(f"{' and '.join(starts)} each say which model to train: give one of them")
-    if config.load is not None and (config.init_from or config.llmc_filepath):
-        raise ValueError("load goes on from a checkpoint, init_from and llmc_filepath start anew: give one of them")
+
+
+def going_on(config: Config, given: Mapping[str, Any]) -> Config:
+    """The options of a run that goes on from a checkpoint, of whose options `given` some are taken over.
+
+    Those are what it started from, unless --model says the same model, and those of `CARRIED` that are left open.
+    """
+    taken = [name for name in CARRIED if getattr(config, name) is None]
+    taken += [] if config.model is not None else STARTS
+    return replace(config, **{name: given.get(name) for name in taken})
 
 
 def check(config: Config, layers: int, positions: int) -> None:
@@ -264,7 +277,7 @@ def check(config: Config, layers: int, positions: int) -> None:
                 raise ValueError(
                     f"precision_check sees whole tensors, got {name}={getattr(config, name)}: use --{name} 1"
                 )
-    if not 0 <= config.dropout < 1:
+    if config.dropout is not None and not 0 <= config.dropout < 1:
         raise ValueError(f"dropout={config.dropout} must be in [0, 1), for example --dropout 0.1")
     if config.schedule is not None and config.schedule not in SCHEDULES:
         hint = nearest(config.schedule, SCHEDULES)

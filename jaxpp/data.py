@@ -28,6 +28,8 @@ _VERSION_OF_MAGIC = {20240520: 1, 20240801: 7}
 _EXPECTED = "UTF-8 text or an llm.c token file (magic 20240520: uint16, magic 20240801: uint32)"
 _REWRITE = "write the file again, for example with jaxpp.data.write_tokens"
 
+HELD_OUT = 20  # one token of so many is for validation, where no file is given for it
+
 _TEXT_CHECK_BYTES = 1 << 20
 _SCAN_TOKENS = 1 << 20
 

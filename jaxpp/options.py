@@ -13,6 +13,7 @@ from typing import Any, NoReturn
 
 from jaxpp import option_files
 
+MOST = 10**9  # of a whole number that has no bound of its own: far above what works, and it fits 32 bits
 _KINDS = {int: "a whole number", float: "a number", str: "a word", bool: "true or false"}
 
 
@@ -29,9 +30,10 @@ def option(
     """A dataclass field that is a command line option.
 
     Args: default, None where it is resolved later; text, for --help; type, str, int, float or bool (a flag); choices,
-    the allowed words; least and most, the allowed range, checked by `check_ranges`; many, one or more values, which
-    come as a tuple; positional, such values are given without the option's name.
+    the allowed words; least and most, the allowed range, checked by `check_ranges` (most of a whole number: MOST);
+    many, one or more values, which come as a tuple; positional, such values are given without the option's name.
     """
+    most = MOST if most is None and type is int else most
     metadata = {"help": text, "type": type, "choices": choices, "least": least, "most": most, "many": many}
     return field(default=default, metadata=metadata | {"positional": positional})
 
@@ -144,17 +146,23 @@ def _value(made: type, name: str, value: Any) -> Any:
 
 def _example(each: Field) -> Any:
     """A value of an option that works: its default, or the least."""
-    least = each.metadata["least"]
-    return max(least or 0, 1) if each.default is None else each.default
+    least, default = each.metadata["least"], each.default
+    if each.metadata["type"] is str:
+        return default if isinstance(default, str) else (each.metadata["choices"] or ("x",))[0]
+    return max(least or 0, 1) if default is None else default
 
 
 def _convert(each: Field, word: Any) -> Any:
     name, kind, choices = each.name, each.metadata["type"], each.metadata["choices"]
     if kind is bool:
         return bool(word)
+    if kind is str and not word:
+        raise ValueError(f"{name}={word!r} is empty: give at least one letter, for example --{name} {_example(each)}")
+    if kind is str and "\0" in word:
+        raise ValueError(f"{name}={word!r} has a NUL character, which no name has: take it out")
     try:
         value = kind(word)
-    except ValueError:
+    except (ValueError, OverflowError):
         raise ValueError(f"{name}={word!r} is not {_KINDS[kind]}, for example --{name} {_example(each)}") from None
     if choices and value not in choices:
         raise ValueError(f"{name}={word!r} is unknown{nearest(word, choices)} (one of {', '.join(choices)})")

@@ -10,17 +10,17 @@ from jaxpp import devices
 from jaxpp.metrics import Log
 
 
-class Diverged(RuntimeError):
+class DivergedError(RuntimeError):
     """Training cannot go on."""
 
 
 def check_skipped(most: int, step: int, metrics: dict[str, float], log: Log) -> None:
-    """Say which step was skipped under loss scaling. Raises Diverged, with advice, after too many in a row."""
+    """Say which step was skipped under loss scaling. Raises DivergedError, with advice, after too many in a row."""
     skipped = int(metrics.get("skipped_steps", 0))
     if skipped:
         log.say(f"step {step} was skipped: gradients are not finite with the loss scaled by {metrics['loss_scale']:g}")
     if skipped >= most:
-        raise Diverged(
+        raise DivergedError(
             f"max_skipped_steps={most}: {skipped} steps in a row had gradients that are not finite: use --dtype"
             f" bfloat16 or a smaller --learning_rate, and --precision_check level=1 to find the first such value"
         )

@@ -89,9 +89,11 @@ def write(
     chosen = tokenizer.load(where)
     dtype = np.dtype(np.uint16 if chosen.vocab_size <= 2**16 else np.uint32)
     target = Path(output)
+    _check_target(target, [*paths, *_files_of(where)])
+    hidden = target.with_name(f".{target.name}.{os.getpid()}")  # opened plainly, so that the file has the usual mode
     try:
-        with tempfile.NamedTemporaryFile(dir=target.parent, prefix=target.name, delete=False) as file:
-            try:
+        try:
+            with hidden.open("wb") as file:
                 file.write(bytes(data.HEADER_BYTES))
                 count = 0
                 for tokens, size in _encoded(paths, chosen, where, processes):
@@ -100,13 +102,32 @@ def write(
                     report(size)
                 file.seek(0)
                 file.write(data.header(dtype, count))
-            except BaseException:
-                os.unlink(file.name)
-                raise
-        os.replace(file.name, target)
+            os.replace(hidden, target)
+        finally:
+            hidden.unlink(missing_ok=True)
     except OSError as error:
         raise ValueError(f"output {output!r} cannot be written ({error.strerror}): give a file in a folder") from None
     return count
+
+
+def _files_of(where: str | None) -> list[str]:
+    """A tokenizer's own file, of `tokenizer.load`."""
+    return [] if where is None else [str(Path(where) / "tokenizer.json" if Path(where).is_dir() else where)]
+
+
+def _check_target(target: Path, read: Sequence[str]) -> None:
+    """Check that a file can be written without losing one that is read. Raises ValueError."""
+    if target.is_dir() or not target.name:
+        raise ValueError(
+            f"output {str(target)!r} is a folder: give a file, for example --output {target / 'tokens.bin'}"
+        )
+    if not target.parent.is_dir():
+        raise ValueError(f"output {str(target)!r} cannot be written (No such folder): give a file in a folder")
+    for path in read:
+        if target.exists() and Path(path).exists() and os.path.samefile(path, target):
+            raise ValueError(
+                f"output {str(target)!r} is {path!r}, which is read: give another file, for example --output {path}.bin"
+            )
 
 
 def _encoded(

@@ -2,7 +2,6 @@
 
 import codecs
 import hashlib
-import json
 from collections.abc import Callable, Iterable, Iterator, Sequence
 from dataclasses import dataclass
 from pathlib import Path
@@ -10,6 +9,8 @@ from typing import Any
 
 import numpy as np
 from tokenizers import Tokenizer as Library
+
+from jaxpp.json_files import read_object
 
 INCOMPLETE = "\ufffd"  # what a decoder shows for the bytes of a character that is not yet whole
 _END_FILES = ("tokenizer_config.json", "config.json", "generation_config.json")
@@ -31,13 +32,18 @@ class Tokenizer:
     decode: Callable[[Sequence[int]], str]
 
 
+def _byte(token: int) -> int:
+    """The byte of a token; of one that has none, a byte which no text has and which is shown as U+FFFD."""
+    return int(token) if token < 256 else 0xFF
+
+
 BYTES = Tokenizer(
     name="byte tokens",
     identity="bytes",
     vocab_size=256,
     end=None,
     encode=lambda text: np.frombuffer(text.encode(), np.uint8),
-    decode=lambda tokens: bytes(int(t) for t in tokens).decode(errors="replace"),
+    decode=lambda tokens: bytes(map(_byte, tokens)).decode(errors="replace"),
 )
 
 
@@ -58,11 +64,15 @@ def load(where: str | None, option: str = "tokenizer") -> Tokenizer:
     except Exception as error:  # the library raises nothing narrower
         text = f"{path.name} is no tokenizer ({str(error).splitlines()[0]}): save it again with its library"
         raise ValueError(f"{option}={where!r}: {text}") from None
+    try:
+        end = _end_token(library, path.parent)
+    except ValueError as error:
+        raise ValueError(f"{option}={where!r}: {error}") from None
     return Tokenizer(
         name=f"tokenizer {where}",
         identity=hashlib.sha256(content).hexdigest(),
         vocab_size=library.get_vocab_size(with_added_tokens=True),
-        end=_end_token(library, path.parent),
+        end=end,
         encode=lambda text: np.asarray(library.encode(text, add_special_tokens=False).ids, np.uint32),
         decode=lambda tokens: library.decode([int(t) for t in tokens], skip_special_tokens=False),
     )
@@ -72,15 +82,15 @@ def _end_token(library: Library, folder: Path) -> int | None:
     """The token that ends a document, as the files beside a tokenizer.json name it."""
     for name in _END_FILES:
         try:
-            found = json.loads((folder / name).read_text())
-        except (OSError, json.JSONDecodeError):
+            found = read_object(folder / name)
+        except OSError:
             continue
         token: Any = found.get("eos_token", found.get("eos_token_id"))
         token = token.get("content") if isinstance(token, dict) else token
         token = token[0] if isinstance(token, list) and token else token
         if isinstance(token, str):
             token = library.token_to_id(token)
-        if isinstance(token, int):
+        if type(token) is int:
             return token
     return None
 
@@ -98,7 +108,7 @@ def stream(tokenizer: Tokenizer, tokens: Iterable[int]) -> Iterator[str]:
     """The text of tokens as they come, each piece as soon as its characters are whole."""
     if tokenizer.identity == BYTES.identity:
         decoder = codecs.getincrementaldecoder("utf-8")(errors="replace")
-        yield from (piece for piece in (decoder.decode(bytes([t])) for t in tokens) if piece)
+        yield from (piece for piece in (decoder.decode(bytes([_byte(t)])) for t in tokens) if piece)
         yield decoder.decode(b"", final=True)
         return
     # Pieces depend on their neighbours (spaces), so the last finished ones are decoded along.

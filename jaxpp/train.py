@@ -8,6 +8,7 @@ import math
 from collections.abc import Callable, Iterable, Iterator, Sequence
 from dataclasses import asdict, dataclass, field, replace
 from functools import partial
+from pathlib import Path
 from typing import Any, NamedTuple, cast
 
 import jax
@@ -154,27 +155,31 @@ def describe_run(run: Run) -> dict[str, Any]:
     return {"model": run.model, "fixed": fixed, "options": asdict(run.config)}
 
 
-def find_checkpoint(run: Run) -> checkpoint.Found | None:
-    """The checkpoint that a run goes on from. Raises ValueError where there is none, or one of another run.
+def find_checkpoint(config: Config) -> checkpoint.Found | None:
+    """The checkpoint that a run goes on from. Raises ValueError where there is none.
 
     A folder to save to may be given to load from as well, empty at first: the same command then starts and goes on.
     """
-    config = run.config
     if config.load is None:
         return None
     found = checkpoint.latest(config.load)
-    if found is None and config.load != config.save:
+    same = config.save is not None and Path(config.load).resolve() == Path(config.save).resolve()
+    if found is None and not same:
         raise ValueError(f"load={config.load!r} has no checkpoint: give a folder that --save has written to")
-    if found is not None:
-        now = json.loads(json.dumps(describe_run(run)))  # as it comes back from a file
-        checkpoint.check_same("load", found.info["model"], now["model"], "model")
-        checkpoint.check_same("load", found.info["fixed"], now["fixed"], "run")
-        if found.step >= config.num_iteration:
-            raise ValueError(
-                f"load={config.load!r} is at step {found.step}, and num_iteration={config.num_iteration} leaves nothing"
-                f" to do: use a larger --num_iteration"
-            )
     return found
+
+
+def check_checkpoint(run: Run, found: checkpoint.Found) -> None:
+    """Check that a run can go on from a checkpoint. Raises ValueError where that is of another run, or at its end."""
+    config = run.config
+    now = json.loads(json.dumps(describe_run(run)))  # as it comes back from a file
+    checkpoint.check_same("load", found.info["model"], now["model"], "model")
+    checkpoint.check_same("load", found.info["fixed"], now["fixed"], "run")
+    if found.step >= config.num_iteration:
+        raise ValueError(
+            f"load={config.load!r} is at step {found.step}, and num_iteration={config.num_iteration} leaves nothing"
+            f" to do: use a larger --num_iteration"
+        )
 
 
 def _everywhere(mesh: Mesh) -> NamedSharding:
@@ -258,7 +263,8 @@ def load_corpus(config: Config, vocab_size: int, where: str | None = None) -> Co
     where: the tokenizer of text, see `tokenizer.load`; a text is tokenized once and found again by its content.
     """
     chosen = tokenizer.load(where)
-    tokenizer.check_vocabulary(chosen, vocab_size)
+    if where is not None or config.input_bin is None:  # the tokens of a file are looked at themselves
+        tokenizer.check_vocabulary(chosen, vocab_size)
     if config.input_bin is None:
         if config.input_val_bin is not None:
             raise ValueError("input_val_bin is given without input_bin: give both, or neither for Python's own source")
@@ -280,19 +286,49 @@ def load_corpus(config: Config, vocab_size: int, where: str | None = None) -> Co
     return Corpus(texts, validation, f"{', '.join(config.input_bin)} ({count:,} tokens{by})", chosen.end)
 
 
+def blamed(run: Run, corpus: Corpus) -> tuple[str, str]:
+    """What an error about the training text, and about the validation text, says that it is of."""
+    c = run.config
+    train, validation = (
+        f"{name}={path[0]!r}" if path and len(path) == 1 else name
+        for name, path in (("input_bin", c.input_bin), ("input_val_bin", c.input_val_bin))
+    )
+    if c.input_val_bin is not None:
+        return train, validation
+    count = len(corpus.texts[0]) + len(corpus.validation[0]) if corpus.texts else 0
+    if c.input_bin is None or len(c.input_bin) > 1 or not count:
+        return train, train
+    rule = f"of {count} tokens, which is held out unless --input_val_bin is given"
+    return f"{train} (all but the last twentieth {rule})", f"{train} (the last twentieth {rule})"
+
+
 def make_batches(run: Run, corpus: Corpus) -> data.Batches:
     """The batches that a run trains on. Raises ValueError where the corpus is too short or cannot be cut so."""
     c, s = run.config, run.sizes
-    how = {"shuffle_documents": c.shuffle_documents, "pack_documents": c.pack_documents, "end": corpus.end}
-    return data.Batches(corpus.texts, s.microbatches, s.rows, s.length, c.seed, weights=c.data_weights, **how)
+    how: dict[str, Any] = {
+        "shuffle_documents": c.shuffle_documents,
+        "pack_documents": c.pack_documents,
+        "end": corpus.end,
+    }
+    return data.Batches(
+        corpus.texts,
+        s.microbatches,
+        s.rows,
+        s.length,
+        c.seed,
+        weights=c.data_weights,
+        option=blamed(run, corpus)[0],
+        **how,
+    )
 
 
 def evaluation_batches(run: Run, corpus: Corpus, limit: int | None) -> Iterator[dict[str, np.ndarray]]:
     """At most `limit` batches of the validation texts, spread evenly; None: all. Raises ValueError like the above."""
     s, packed = run.sizes, run.config.pack_documents
-    option = "input_bin" if run.config.input_val_bin is None else "input_val_bin"
     sizes = (s.microbatches, s.rows, s.length, limit)
-    return data.validation_batches(corpus.validation, *sizes, end=corpus.end, pack_documents=packed, option=option)
+    return data.validation_batches(
+        corpus.validation, *sizes, end=corpus.end, pack_documents=packed, option=blamed(run, corpus)[1]
+    )
 
 
 class Feeds(NamedTuple):

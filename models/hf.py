@@ -8,6 +8,7 @@ import json
 import math
 import os
 import shutil
+import stat
 from collections.abc import Callable, Mapping
 from pathlib import Path
 from typing import Any, NamedTuple
@@ -18,14 +19,12 @@ import numpy as np
 from safetensors.numpy import save_file
 
 from jaxpp import partition
+from jaxpp.json_files import read_object
 from models import hf_config, mapping
 from models.gpt2 import GPT2Config
+from models.stored import tensors_of
 
 SHARD_BYTES = 5 * 10**9
-# Their tensors that hold no weights: masks and tables that the model makes itself.
-_DERIVED = (".attn.bias", ".attn.masked_bias", ".rotary_emb.inv_freq")
-_DTYPES = {name: np.dtype(kind) for name, kind in (("F32", "<f4"), ("F16", "<f2"), ("F64", "<f8"))}
-_DTYPES["BF16"] = np.dtype(ml_dtypes.bfloat16)
 _TOKENIZER_FILES = (
     "tokenizer.json",
     "tokenizer_config.json",
@@ -35,26 +34,30 @@ _TOKENIZER_FILES = (
     "merges.txt",
     "added_tokens.json",
     "chat_template.jinja",
-    "generation_config.json",
 )
+_GENERATION = "generation_config.json"
 _LLMC_MAGIC, _LLMC_DTYPES = 20240326, {3: np.dtype("<f4"), 5: np.dtype(ml_dtypes.bfloat16)}
 
 
 class Source(NamedTuple):
-    """Weights somewhere: our config, the table of their names, the shape of each tensor, and how to get one."""
+    """Weights somewhere: our config, the table of their names, the shape of each tensor, and how to get one.
+
+    warning: what to say to whom trains it.
+    """
 
     config: Any
     table: mapping.Table
     shapes: Mapping[str, tuple[int, ...]]
     get: Callable[[str], np.ndarray]
     where: str
+    warning: str | None = None
 
 
 def open_folder(folder: str, option: str = "init_from") -> Source:
     """A Hugging Face folder. Raises ValueError, naming the option, for a folder or a config that cannot be used."""
-    config = read_config(folder, option)
+    config, warning = read_config(folder, option), hf_config.unused_dropout(_json(folder, option))
     try:
-        found = _tensors_of(Path(folder))
+        found = tensors_of(Path(folder))
     except (OSError, ValueError) as error:
         raise ValueError(f"{option}={folder!r}: {error}") from None
     inner = isinstance(config, GPT2Config) and not any(name.startswith("transformer.") for name in found)
@@ -62,75 +65,26 @@ def open_folder(folder: str, option: str = "init_from") -> Source:
         found = {name if name.startswith("lm_head.") else f"transformer.{name}": t for name, t in found.items()}
     table = hf_config.ARCHITECTURES[hf_config.kind_of(config)].table
     shapes = {name: tensor.shape for name, tensor in found.items()}
-    return Source(config, table, shapes, lambda name: found[name].read(), f"{option}={folder!r}")
+    return Source(config, table, shapes, lambda name: found[name].read(), f"{option}={folder!r}", warning)
 
 
 def read_config(folder: str, option: str = "init_from") -> Any:
     """Our config from a Hugging Face folder's config.json; ValueError as `hf_config.read`, naming the option."""
-    path = Path(folder) / "config.json"
+    found = _json(folder, option)
     try:
-        return hf_config.read(json.loads(path.read_text()))
+        return hf_config.read(found)
+    except ValueError as error:
+        raise ValueError(f"{option}={folder!r}: config.json: {error}") from None
+
+
+def _json(folder: str, option: str) -> dict[str, Any]:
+    try:
+        return read_object(Path(folder) / "config.json")
     except OSError as error:
-        text = f"{path.name} cannot be read ({error.strerror}): give a folder of a Hugging Face model"
+        text = f"config.json cannot be read ({error.strerror}): give a folder of a Hugging Face model"
         raise ValueError(f"{option}={folder!r}: {text}") from None
-    except json.JSONDecodeError as error:
-        raise ValueError(f"{option}={folder!r}: config.json is no JSON ({error.msg}, line {error.lineno})") from None
     except ValueError as error:
         raise ValueError(f"{option}={folder!r}: {error}") from None
-
-
-class _Stored(NamedTuple):
-    """Where a tensor lies in a file. Read, not mapped: mapped pages would count as the process's memory."""
-
-    path: Path
-    dtype: np.dtype
-    shape: tuple[int, ...]
-    offset: int
-
-    def read(self) -> np.ndarray:
-        return np.fromfile(self.path, self.dtype, math.prod(self.shape), offset=self.offset).reshape(self.shape)
-
-
-def _tensors_of(folder: Path) -> dict[str, _Stored]:
-    """Every tensor of a folder that holds weights. Raises ValueError for what is missing, truncated or of no number."""
-    index = folder / "model.safetensors.index.json"
-    if index.exists():
-        named = json.loads(index.read_text())["weight_map"]
-        absent = sorted({file for file in named.values() if not (folder / file).is_file()})
-        if absent:
-            raise ValueError(f"{absent[0]} is missing, which model.safetensors.index.json names: copy it again")
-        found = {k: v for file in sorted(set(named.values())) for k, v in _header(folder / file).items()}
-        absent = sorted(named.keys() - found.keys())
-        if absent:
-            raise ValueError(f"tensor {absent[0]} is missing in {named[absent[0]]}, where the index has it")
-    else:
-        single = folder / "model.safetensors"
-        if not single.is_file():
-            raise ValueError("it has no model.safetensors and no model.safetensors.index.json: save it as safetensors")
-        found = _header(single)
-    return {name: tensor for name, tensor in found.items() if not name.endswith(_DERIVED)}
-
-
-def _header(path: Path) -> dict[str, _Stored]:
-    """The tensors of a safetensors file: 8 bytes, the length of the JSON that follows, which says where each lies."""
-    size = path.stat().st_size
-    with path.open("rb") as file:
-        length = int.from_bytes(file.read(8), "little")
-        try:
-            listed = json.loads(file.read(length) if length < size else b"")
-        except ValueError:
-            raise ValueError(f"{path.name} is no safetensors file, or is cut short: copy it again") from None
-    found = {}
-    for name, tensor in listed.items():
-        if name == "__metadata__":
-            continue
-        if tensor["dtype"] not in _DTYPES:
-            raise ValueError(f"{name} is {tensor['dtype']}, only {', '.join(_DTYPES)} are supported")
-        start, stop = tensor["data_offsets"]
-        if 8 + length + stop > size:
-            raise ValueError(f"{path.name} is cut short: {name} ends at byte {8 + length + stop} of {size}")
-        found[name] = _Stored(path, _DTYPES[tensor["dtype"]], tuple(tensor["shape"]), 8 + length + start)
-    return found
 
 
 def open_llmc(path: str, option: str = "llmc_filepath") -> Source:
@@ -151,9 +105,13 @@ def open_llmc(path: str, option: str = "llmc_filepath") -> Source:
         raise ValueError(f"{option}={path!r} has version {header[1]}: only 3 (float32) and 5 (bfloat16) are supported")
     dtype = _LLMC_DTYPES[int(header[1])]
     positions, vocab, layers, heads, dim, padded = (int(n) for n in header[2:8])
+    if min(positions, vocab, layers, heads, dim) < 1 or dim % heads or padded < vocab:
+        text = f"T={positions}, V={vocab}, L={layers}, N={heads}, D={dim}, padded V={padded}"
+        rule = "all must be 1 or more, D a multiple of N, and padded V at least V: copy it again"
+        raise ValueError(f"{option}={path!r} has a header with {text}: {rule}")
     config = GPT2Config(vocab_size=vocab, positions=positions, layers=layers, dim=dim, heads=heads)
     stored = _llmc_shapes(positions, padded, layers, dim)
-    need = 1024 + dtype.itemsize * sum(int(np.prod(shape)) for shape in stored.values())
+    need = 1024 + dtype.itemsize * sum(math.prod(shape) for shape in stored.values())
     if size != need:
         raise ValueError(f"{option}={path!r} has {size} bytes, its header's sizes need {need}: copy it again")
     offsets = np.cumsum([1024, *(dtype.itemsize * int(np.prod(shape)) for shape in stored.values())])
@@ -258,12 +216,19 @@ def source_weight(source: Source, placed_spec: partition.Placed) -> Weight:
 
 
 def export(
-    config: Any, placed_spec: partition.Placed, weight: Weight, folder: str, dtype: str, origin: str | None = None
+    config: Any,
+    placed_spec: partition.Placed,
+    weight: Weight,
+    folder: str,
+    dtype: str,
+    origin: str | None = None,
+    tokenizer: str | None = None,
 ) -> list[str]:
     """Write a Hugging Face folder: config.json, safetensors of at most 5 GB each, and the tokenizer's files.
 
     Args: placed_spec, shapes of the parameters; weight, gives them one by one; dtype, of the files; origin, a folder
-    whose tokenizer and token ids are taken over.
+    whose token ids, options of generation and tokenizer are taken over; tokenizer, a folder or tokenizer.json that is
+    taken instead of that.
     Returns: the files' names. Raises ValueError where the folder cannot be written.
     """
     parts = _parts(placed_spec)
@@ -274,9 +239,9 @@ def export(
     root = Path(folder)
     try:
         root.mkdir(parents=True, exist_ok=True)
-        written = _copy_tokenizer(origin, root)
         has = origin is not None and (Path(origin) / "config.json").is_file()
-        source = json.loads((Path(origin or "") / "config.json").read_text()) if has else None
+        source = read_object(Path(origin or "") / "config.json") if has else None
+        written = _copy(origin, tokenizer, root)
         described = hf_config.write(config, source) | {"torch_dtype": dtype}
         described.pop("dtype", None)
         (root / "config.json").write_text(json.dumps(described, indent=2) + "\n")
@@ -326,7 +291,9 @@ def _write_shards(root: Path, shards: list[list[_Tensor]], weight: Weight, dtype
     for i, jobs in enumerate(shards):
         file = "model.safetensors" if single else f"model-{i + 1:05d}-of-{len(shards):05d}.safetensors"
         tensors = {job.name: _make(job, weight, dtype) for job in jobs}
+        mode = _usual_mode(root / file)
         save_file(tensors, root / file, metadata={"format": "pt"})
+        (root / file).chmod(mode)  # the library makes it its owner's alone
         total += sum(array.nbytes for array in tensors.values())
         where |= dict.fromkeys(tensors, file)
     index = root / "model.safetensors.index.json"
@@ -334,6 +301,13 @@ def _write_shards(root: Path, shards: list[list[_Tensor]], weight: Weight, dtype
     if not single:
         index.write_text(json.dumps({"metadata": {"total_size": total}, "weight_map": where}, indent=2) + "\n")
     return sorted(set(where.values()))
+
+
+def _usual_mode(path: Path) -> int:
+    """The mode that a new file gets here; makes it."""
+    path.unlink(missing_ok=True)
+    path.touch()
+    return stat.S_IMODE(path.stat().st_mode)
 
 
 def _make(job: _Tensor, weight: Weight, dtype: str) -> np.ndarray:
@@ -347,9 +321,16 @@ def _make(job: _Tensor, weight: Weight, dtype: str) -> np.ndarray:
     return np.ascontiguousarray(array.astype(ml_dtypes.bfloat16 if dtype == "bfloat16" else dtype))
 
 
-def _copy_tokenizer(origin: str | None, root: Path) -> list[str]:
-    names = [name for name in _TOKENIZER_FILES if origin and (Path(origin) / name).is_file()]
-    for name in names:
-        if (Path(origin or "") / name).resolve() != (root / name).resolve():
-            shutil.copyfile(Path(origin or "") / name, root / name)
-    return names
+def _copy(origin: str | None, tokenizer: str | None, root: Path) -> list[str]:
+    """Copy a tokenizer's files, and generation_config.json of the model's own folder; returns their names."""
+    files: dict[str, Path] = {}
+    given = Path(tokenizer) if tokenizer is not None else None
+    base = given.parent if given is not None and given.is_file() else given
+    for folder, names in ((base or origin, _TOKENIZER_FILES), (origin, (_GENERATION,))):
+        files |= {name: Path(folder) / name for name in names if folder and (Path(folder) / name).is_file()}
+    if given is not None and given.is_file():
+        files["tokenizer.json"] = given
+    for name, path in files.items():
+        if path.resolve() != (root / name).resolve():
+            shutil.copyfile(path, root / name)
+    return list(files)

@@ -55,7 +55,7 @@ class Architecture(NamedTuple):
     theirs: Callable[[Any], dict[str, Any]]
 
 
-_TRAINING = Skip("of training; --dropout sets it here")
+_TRAINING = Skip("of training alone, where --dropout acts; see `dropouts`")
 _TEXT = Skip("a token id, which the tokenizer knows")
 _COMMON: dict[str, Field] = {
     "model_type": Skip("chooses this table"),
@@ -130,6 +130,57 @@ _GPT2 = {k: v for k, v in _COMMON.items() if k != "max_window_layers"} | {
     **{f"summary_{name}": Skip("of other heads") for name in ("type", "use_proj", "activation")},
     **{f"summary_{name}": Skip("of other heads") for name in ("proj_to_labels", "first_dropout")},
 }
+
+
+class Kind(NamedTuple):
+    """What a field's value must be: in words, and as a test. null: whether null says something too."""
+
+    words: str
+    test: Callable[[Any], bool]
+    null: bool = False
+
+
+MOST = 10**9  # of a size
+_number = lambda value: type(value) in (int, float)
+_SIZE = Kind(f"a whole number of 1 to {MOST}, for example 8", lambda v: type(v) is int and 1 <= v <= MOST)
+_COUNT = Kind(f"a whole number of 0 to {MOST}, for example 8", lambda v: type(v) is int and 0 <= v <= MOST)
+_POSITIVE = Kind("a number above 0 and below 1e30, for example 1.0", lambda v: _number(v) and 0 < v < 1e30)
+_WEIGHT = Kind("a number of 0 or more, for example 0.02", lambda v: _number(v) and 0 <= v < 1e30)
+_RATE = Kind("a number of 0 or more and below 1, for example 0.1", lambda v: _number(v) and 0 <= v < 1)
+_FLAG = Kind("true or false", lambda v: type(v) is bool)
+_WORD = Kind('a string, for example "default"', lambda v: type(v) is str)
+_OBJECT = Kind('an object, for example {"rope_type": "default"}', lambda v: type(v) is dict)
+# By name, of all architectures and of their ropes; fields of `Must` are held against their values instead.
+_KINDS: dict[str, Kind] = {
+    **dict.fromkeys(("hidden_size", "intermediate_size", "num_hidden_layers", "num_attention_heads"), _SIZE),
+    **dict.fromkeys(("max_position_embeddings", "vocab_size", "num_local_experts", "num_experts_per_tok"), _SIZE),
+    **dict.fromkeys(("n_positions", "n_embd", "n_layer", "n_head"), _SIZE),
+    **dict.fromkeys(("num_key_value_heads", "head_dim", "n_inner", "sliding_window"), _SIZE._replace(null=True)),
+    "original_max_position_embeddings": _SIZE._replace(null=True),
+    "max_window_layers": _COUNT,
+    **dict.fromkeys(("rms_norm_eps", "layer_norm_epsilon"), _POSITIVE),
+    **dict.fromkeys(("rope_theta", "factor", "low_freq_factor", "high_freq_factor"), _POSITIVE._replace(null=True)),
+    **dict.fromkeys(("beta_fast", "beta_slow", "attention_factor"), _POSITIVE._replace(null=True)),
+    **dict.fromkeys(("mscale", "mscale_all_dim"), _WEIGHT._replace(null=True)),
+    **dict.fromkeys(("initializer_range", "router_aux_loss_coef"), _WEIGHT),
+    **dict.fromkeys(("attention_dropout", "resid_pdrop", "embd_pdrop", "attn_pdrop"), _RATE._replace(null=True)),
+    **dict.fromkeys(("tie_word_embeddings", "attention_bias", "mlp_bias", "use_sliding_window"), _FLAG),
+    "output_router_logits": _FLAG,
+    "truncate": _FLAG._replace(null=True),
+    **dict.fromkeys(("rope_type", "type"), _WORD._replace(null=True)),
+    **dict.fromkeys(("rope_parameters", "rope_scaling"), _OBJECT._replace(null=True)),
+}
+
+
+def _check_kinds(json: Mapping[str, Any], where: str = "") -> None:
+    """Check every field that `_KINDS` has. Raises ValueError, naming the field after `where`."""
+    for name, value in json.items():
+        kind = _KINDS.get(name)
+        if kind is not None and not (kind.null if value is None else kind.test(value)):
+            shown = "null" if value is None else repr(value)
+            raise ValueError(f"{where}{name}={shown} is not {kind.words}{', or null' if kind.null else ''}")
+
+
 # What transformers takes where the file leaves the field out, and we have another default or none.
 _DEFAULTS: dict[str, dict[str, Any]] = {
     "llama": {"epsilon": 1e-6, "head_dim": None, "tied": False},
@@ -159,6 +210,7 @@ _ROPE_OPTIONAL = ("beta_fast", "beta_slow", "truncate", "attention_factor")
 def _rope(json: Mapping[str, Any]) -> Rope:
     """Both spellings: `rope_parameters`, and `rope_theta` beside `rope_scaling`."""
     given = dict(json.get("rope_parameters") or json.get("rope_scaling") or {})
+    _check_kinds(given, "rope ")
     theta = given.pop("rope_theta", None) or json.get("rope_theta") or 10_000.0
     kind = given.pop("rope_type", None) or given.pop("type", None) or "default"
     given.pop("type", None)
@@ -178,6 +230,10 @@ def _rope(json: Mapping[str, Any]) -> Rope:
             raise ValueError(f"rope_type={kind!r} needs {name}, which config.json leaves out")
         if value is not None:
             fields[_ROPE_FIELDS[name]] = value
+    if kind == "llama3" and fields["low"] >= fields["high"]:
+        raise ValueError(
+            f"rope low_freq_factor={fields['low']} must be below high_freq_factor={fields['high']}, for example 1 and 4"
+        )
     left = {name: value for name, value in given.items() if value is not None}
     harmless = (
         {"original_max_position_embeddings", "mscale", "mscale_all_dim"} if kind in ("default", "yarn") else set()
@@ -236,14 +292,45 @@ def _mixtral_extra(json: Mapping[str, Any]) -> dict[str, Any]:
 
 
 def _mixtral_theirs(config: Any) -> dict[str, Any]:
-    balance = {"output_router_logits": config.balance_loss > 0, "router_aux_loss_coef": config.balance_loss}
+    asked = config.balance_loss > 0
+    balance = {"output_router_logits": asked} | ({"router_aux_loss_coef": config.balance_loss} if asked else {})
     return _llama_theirs(config) | balance
 
 
-_GPT2_FIXED = {"activation_function": "gelu_new", "resid_pdrop": 0.0, "embd_pdrop": 0.0, "attn_pdrop": 0.0}
+GPT2_DROPOUTS = ("resid_pdrop", "embd_pdrop", "attn_pdrop")
+
+
+def _gpt2_extra(json: Mapping[str, Any]) -> dict[str, Any]:
+    """Its three dropouts act where ours does, so that they are ours where they agree."""
+    rates = dropouts(json)
+    return {"dropout": rates["resid_pdrop"] if len(set(rates.values())) == 1 else 0.0}
+
+
+def dropouts(json: Mapping[str, Any]) -> dict[str, float]:
+    """The rates of dropout that a config.json gives, with those that transformers takes where it gives none."""
+    names = dict.fromkeys(GPT2_DROPOUTS, 0.1) if json.get("model_type") == "gpt2" else {"attention_dropout": 0.0}
+    return {name: json.get(name, rate) or 0.0 for name, rate in names.items()}
+
+
+def unused_dropout(json: Mapping[str, Any]) -> str | None:
+    """What to warn of where a config.json asks for a dropout that we have not, which acts on other places."""
+    rates = dropouts(json)
+    if not any(rates.values()) or ("resid_pdrop" in rates and len(set(rates.values())) == 1):
+        return None
+    said = ", ".join(f"{name}={rate}" for name, rate in rates.items())
+    return (
+        f"config.json: {said}: not used in training, where --dropout acts on attention, residuals and embeddings alike"
+    )
+
+
 ARCHITECTURES = {
     "gpt2": Architecture(
-        "GPT2LMHeadModel", GPT2Config, mapping.GPT2, _GPT2, lambda json: {}, lambda config: dict(_GPT2_FIXED)
+        "GPT2LMHeadModel",
+        GPT2Config,
+        mapping.GPT2,
+        _GPT2,
+        _gpt2_extra,
+        lambda config: {"activation_function": "gelu_new"},
     ),
     "llama": Architecture("LlamaForCausalLM", Llama3Config, mapping.DENSE, _LLAMA, _llama_extra, _llama_theirs),
     "qwen3": Architecture("Qwen3ForCausalLM", Qwen3Config, mapping.DENSE, _QWEN3, _qwen3_extra, _qwen3_theirs),
@@ -261,11 +348,12 @@ def kind_of(config: Any) -> str:
 def read(json: Mapping[str, Any]) -> Any:
     """Our config from theirs. Raises ValueError, naming the field, for what would change the result and is not ours."""
     kind = json.get("model_type")
-    if kind not in ARCHITECTURES:
+    if not isinstance(kind, str) or kind not in ARCHITECTURES:
         raise ValueError(f"model_type={kind!r} is not supported: one of {', '.join(ARCHITECTURES)}")
     found = ARCHITECTURES[kind]
     if json.get("architectures") not in (None, [found.name]):
         raise ValueError(f"architectures={json['architectures']} is not supported: only {found.name} of {kind}")
+    _check_kinds({name: value for name, value in json.items() if name in found.fields})
     ours: dict[str, Any] = dict(_DEFAULTS[kind])
     for name, value in json.items():
         rule = found.fields.get(name)
@@ -286,18 +374,34 @@ def read(json: Mapping[str, Any]) -> Any:
 
 
 def _check_sizes(config: Any) -> None:
-    spec = config.attention
-    if spec.heads < 1 or spec.kv_heads < 1 or spec.heads % spec.kv_heads:
+    if isinstance(config, GPT2Config):
+        if config.dim % config.heads:
+            raise ValueError(f"n_embd={config.dim} must be a multiple of n_head={config.heads}")
+        return
+    spec, given = config.attention, config.head_dim is not None
+    if spec.heads % spec.kv_heads:
         raise ValueError(f"num_attention_heads={spec.heads} must be a multiple of num_key_value_heads={spec.kv_heads}")
-    if isinstance(config, GPT2Config) and config.dim % config.heads:
-        raise ValueError(f"n_embd={config.dim} must be a multiple of n_head={config.heads}")
+    if not given and config.dim % config.heads:
+        raise ValueError(
+            f"hidden_size={config.dim} must be a multiple of num_attention_heads={config.heads} where head_dim is not"
+            f" given: give it"
+        )
+    if spec.head_dim % 2:
+        source = "" if given else f", which is hidden_size={config.dim} / num_attention_heads={config.heads},"
+        raise ValueError(f"head_dim={spec.head_dim}{source} must be even, since rope turns pairs: for example 64")
+    if isinstance(config, MixtralConfig) and config.chosen > config.experts:
+        raise ValueError(
+            f"num_experts_per_tok={config.chosen} is more than num_local_experts={config.experts}: use at most that"
+        )
 
 
 def write(config: Any, source: Mapping[str, Any] | None = None) -> dict[str, Any]:
-    """Their config from ours; source, a config.json of theirs whose other fields (token ids) are kept."""
+    """Their config from ours; source, a config.json of theirs whose other fields (token ids, and what
+    only training reads) are kept."""
     found = ARCHITECTURES[kind_of(config)]
-    skipped = {name for name, rule in found.fields.items() if isinstance(rule, Skip)}
-    json = {name: value for name, value in (source or {}).items() if name in skipped}
+    kept = {name for name, rule in found.fields.items() if isinstance(rule, Skip)} | {"router_aux_loss_coef"}
+    json = dict.fromkeys((name for name in found.fields if name in GPT2_DROPOUTS), config.dropout)
+    json |= {name: value for name, value in (source or {}).items() if name in kept & found.fields.keys()}
     json |= {"model_type": kind_of(config), "architectures": [found.name]}
     json |= {name: getattr(config, rule.ours) for name, rule in found.fields.items() if isinstance(rule, To)}
     return json | found.theirs(config)

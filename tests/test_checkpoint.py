@@ -7,6 +7,7 @@ from functools import partial
 from pathlib import Path
 from typing import Any
 
+import hub
 import jax
 import jax.numpy as jnp
 import killing
@@ -95,6 +96,58 @@ def test_a_resumed_run_is_bitwise_the_unbroken_one(tmp_path: Path) -> None:
     assert killing.losses(tmp_path / "c") == killing.losses(tmp_path / "a")
 
 
+def folder_of(family: str, folder: Path) -> str:
+    """A Hugging Face folder; Mixtral's with a tokenizer of four words."""
+    hub.save(family, folder)
+    if family == "mixtral":
+        words = {"type": "WordLevel", "vocab": {"the": 0, "of": 1, "and": 2, "?": 3}, "unk_token": "?"}
+        text = {"version": "1.0", "added_tokens": [], "pre_tokenizer": {"type": "Whitespace"}, "model": words}
+        (folder / "tokenizer.json").write_text(json.dumps(text))
+    return str(folder)
+
+
+@pytest.mark.parametrize("family", ["gpt2", "mixtral"])
+def test_a_run_from_a_folder_goes_on(family: str, tmp_path: Path, monkeypatch, capsys: pytest.CaptureFixture) -> None:
+    """By the same command, and by --load alone when the weights are gone; all losses are the unbroken run's."""
+    monkeypatch.setenv("XDG_CACHE_HOME", str(tmp_path / "cache"))
+    folder = folder_of(family, tmp_path / "in")
+    if family == "gpt2":
+        jaxpp.data.write_tokens(tmp_path / "text.bin", np.arange(3000) % 61)
+    else:
+        (tmp_path / "text.txt").write_text("the king of and " * 300)
+    text = str(next(tmp_path.glob("text.*")))
+    words = ["--pipeline_parallel", "1", "--input_bin", text]
+    start, keep = ["--init_from", folder], ["--save", str(tmp_path / "saved"), "--load", str(tmp_path / "saved")]
+    want = train(tmp_path / "unbroken", 3, *words, *start)
+    train(tmp_path, 1, *words, *start, *keep)
+    train(tmp_path, 2, *words, *start, *keep)
+    for path in (tmp_path / "in").glob("*.safetensors"):
+        path.unlink()
+    capsys.readouterr()
+    found = train(tmp_path, 3, *words, *keep)
+    said = capsys.readouterr().out
+    assert f"going on from {tmp_path / 'saved' / 'step-00000002'}" in said and f"training {folder} (" in said
+    losses = lambda lines: [line["loss"] for line in lines if "loss" in line]
+    assert losses(found) == losses(want)
+    options = (tmp_path / "out" / "config.toml").read_text()
+    assert f'init_from = "{folder}"' in options and "model = " not in options
+    assert ("no samples: the model's 61 tokens are not bytes" in said) == (family == "gpt2")
+    assert ("dropout 0.1" in said) == (family == "gpt2")
+    assert ("router_balance_loss = 0.05" in options) == (f'tokenizer = "{folder}"' in options) == (family == "mixtral")
+
+
+def test_load_alone_takes_the_checkpoints_model(saved: tuple[Path, list[dict]], tmp_path: Path) -> None:
+    """--init_from of what does not exist is not looked at; the same --model may be said, another is refused."""
+    for words in (["--init_from", str(tmp_path / "nowhere")], ["--model", "gpt2-tiny"], []):
+        config = run.parse(["--load", str(saved[0]), *words], {"train": run.Config})[1]
+        found = run.start_of(config)
+        assert models.to_json(found.model) == models.to_json(models.config_of("gpt2-tiny"))
+        assert found.source is None and found.config.init_from is None
+    with pytest.raises(ValueError, match="has no checkpoint"):
+        run.start_of(run.Config(load=str(tmp_path), save=str(tmp_path / "x")))
+    assert run.start_of(run.Config(load=str(tmp_path), save=f"{tmp_path}/x/..")).found is None
+
+
 def small(folder: Path, step: int = 1) -> tuple[Path, dict[str, Any]]:
     """A checkpoint of a few arrays."""
     arrays = {"0": {"all": np.arange(1000.0)}, "1": {"all": np.full((3, 4), step)}}
@@ -180,24 +233,27 @@ def test_a_failed_save_is_not_silent(tmp_path: Path, monkeypatch: pytest.MonkeyP
 @pytest.mark.parametrize(
     ("words", "said"),
     [
+        (["--load", "SAVED", "--model", "gpt2-tiny", "--init_from", "x"], "model and init_from each say which model"),
+        (["--save", "FILE"], "/file' cannot be written (File exists): use another folder"),
         (["--load", "EMPTY"], "has no checkpoint: give a folder that --save has written to"),
         (["--load", "SAVED", "--model", "llama3-tiny"], "checkpoint's model has "),
         (["--load", "SAVED", "--optimizer", "sgd"], "run has optimizer='adamw', this run 'sgd'"),
         (["--load", "SAVED", "--seed", "1"], "run has seed=0, this run 1"),
         (["--load", "SAVED", "--sequence_length", "32"], "run has sequence_length=16, this run 32"),
         (["--load", "SAVED", "--num_iteration", "5"], "is at step 5, and num_iteration=5 leaves nothing to do"),
-        (["--load", "SAVED", "--init_from", "x"], "give one of them"),
         (["--save_interval", "5"], "save_interval=5 needs a folder: give --save FOLDER"),
         (["--save", "/dev/null/x"], "save='/dev/null/x' cannot be written"),
     ],
 )
 def test_refusals(words: list[str], said: str, saved: tuple, tmp_path: Path, capsys: pytest.CaptureFixture) -> None:
     (tmp_path / "empty").mkdir()
-    names = {"SAVED": str(saved[0]), "EMPTY": str(tmp_path / "empty")}
+    (tmp_path / "file").touch()
+    names = {"SAVED": str(saved[0]), "EMPTY": str(tmp_path / "empty"), "FILE": str(tmp_path / "file")}
     common = [*WORDS, "--pipeline_parallel", "2", "--num_iteration", "9", "--output_dir", str(tmp_path / "out")]
     assert run.main([*common, *(names.get(word, word) for word in words)]) == 2
-    err = capsys.readouterr().err
+    out, err = capsys.readouterr()
     assert said in err and err.count("\n") == 1
+    assert out == "" and not (tmp_path / "out").exists()
 
 
 def test_generate_and_export_from_a_checkpoint(saved: tuple, tmp_path: Path, capsys: pytest.CaptureFixture) -> None:

@@ -133,6 +133,51 @@ def test_export_and_load_in_transformers(
     assert net.config.eos_token_id == 2
 
 
+def test_what_only_training_reads_is_kept(tmp_path: Path, capsys: pytest.CaptureFixture) -> None:
+    """The coefficient of an unused loss, dropout, the options of generation; files have the usual mode."""
+    folder = hub.save("mixtral without balance", tmp_path / "in")
+    edit(tmp_path / "in", attention_dropout=0.25)
+    before = json.loads((tmp_path / "in" / "config.json").read_text())
+    (tmp_path / "in" / "generation_config.json").write_text('{"temperature": 0.3}')
+    assert run.main(["export", "--load", folder, "--to", str(tmp_path / "out")]) == 0
+    assert "generation_config.json" in capsys.readouterr().out
+    after = json.loads((tmp_path / "out" / "config.json").read_text())
+    for name in ("router_aux_loss_coef", "output_router_logits", "attention_dropout", "eos_token_id"):
+        assert after[name] == before[name], name
+    assert (tmp_path / "out" / "generation_config.json").read_text() == '{"temperature": 0.3}'
+    (tmp_path / "plain").touch()
+    modes = {path.stat().st_mode for path in (*(tmp_path / "out").iterdir(), tmp_path / "plain")}
+    assert len(modes) == 1
+
+
+@pytest.mark.parametrize("spelling", ["in", "in/../in", "link"])
+def test_an_export_onto_its_source(spelling: str, tmp_path: Path, capsys: pytest.CaptureFixture) -> None:
+    folder = hub.save("llama", tmp_path / "in")
+    (tmp_path / "link").symlink_to(tmp_path / "in")
+    before = {path.name: path.read_bytes() for path in (tmp_path / "in").iterdir()}
+    assert run.main(["export", "--load", folder, "--to", str(tmp_path / spelling), "--dtype", "bfloat16"]) == 2
+    out, err = capsys.readouterr()
+    assert (out, err.count("\n")) == (
+        "",
+        1,
+    ) and f"which would be overwritten: give another folder, for example --to {folder}-exported" in err
+    assert {path.name: path.read_bytes() for path in (tmp_path / "in").iterdir()} == before
+
+
+def test_a_tokenizer_by_its_file_is_exported(tmp_path: Path, capsys: pytest.CaptureFixture) -> None:
+    folder = hub.save("llama", tmp_path / "in")
+    text = json.dumps(
+        {"version": "1.0", "added_tokens": [], "model": {"type": "WordLevel", "vocab": {"a": 0}, "unk_token": "a"}}
+    )
+    (tmp_path / "other.json").write_text(text)
+    words = ["export", "--load", folder, "--to", str(tmp_path / "out"), "--tokenizer"]
+    assert run.main([*words, str(tmp_path / "other.json")]) == 0
+    assert (tmp_path / "out" / "tokenizer.json").read_text() == text
+    capsys.readouterr()
+    assert run.main([*words, str(tmp_path / "nowhere")]) == 2
+    assert "nowhere cannot be read" in capsys.readouterr().err
+
+
 def test_bfloat16_folders(tmp_path: Path) -> None:
     """Read exactly; written exactly where they were bfloat16 before."""
     net = hub.make("llama")

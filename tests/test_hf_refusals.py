@@ -2,6 +2,7 @@
 
 import json
 import struct
+import warnings
 from pathlib import Path
 from typing import Any
 
@@ -17,6 +18,7 @@ from test_hf import edit, logits, placed
 
 import jaxpp
 import run
+from jaxpp.config import Config
 from jaxpp.losses import with_metrics
 from models import hf, hf_config
 from models import training_loss as loss_of
@@ -40,6 +42,10 @@ OTHER: dict[str, Any] = {
     "num_attention_heads": 8,
     "pad_token_id": 5,
     "problem_type": "regression",
+    "attention_dropout": 0.5,
+    "resid_pdrop": 0.5,
+    "embd_pdrop": 0.5,
+    "attn_pdrop": 0.5,
     "hidden_act": "gelu",
     "activation_function": "relu",
     "tie_word_embeddings": True,
@@ -199,6 +205,124 @@ def test_folders(folder: Path, capsys: pytest.CaptureFixture) -> None:
     assert "config.json is no JSON" in refusal(folder, capsys)
 
 
+WRONG: list[tuple[str, dict[str, Any], str]] = [
+    ("llama", {"hidden_size": "32"}, "hidden_size='32' is not a whole number of 1 to"),
+    ("llama", {"hidden_size": None}, "hidden_size=null is not a whole number of 1 to"),
+    ("llama", {"hidden_size": 10**12}, "hidden_size=1000000000000 is not"),
+    ("llama", {"num_hidden_layers": 2.5}, "num_hidden_layers=2.5 is not a whole number"),
+    ("llama", {"num_hidden_layers": -1}, "num_hidden_layers=-1 is not"),
+    ("llama", {"num_attention_heads": 0}, "num_attention_heads=0 is not"),
+    ("llama", {"num_attention_heads": True}, "num_attention_heads=True is not"),
+    (
+        "llama",
+        {"num_key_value_heads": 0},
+        "num_key_value_heads=0 is not a whole number of 1 to 1000000000, for example",
+    ),
+    ("llama", {"num_key_value_heads": 3}, "num_attention_heads=4 must be a multiple of num_key_value_heads=3"),
+    (
+        "llama",
+        {"num_attention_heads": 5, "num_key_value_heads": 5, "head_dim": None},
+        "hidden_size=24 must be a multiple of num_att",
+    ),
+    ("llama", {"head_dim": 3}, "head_dim=3 must be even"),
+    ("llama", {"num_attention_heads": 8, "head_dim": None}, "hidden_size=24 / num_attention_heads=8, must be even"),
+    ("llama", {"model_type": ["llama"]}, "model_type=['llama'] is not supported"),
+    ("llama", {"architectures": 3}, "architectures=3 is not supported"),
+    ("llama", {"rms_norm_eps": "tiny"}, "rms_norm_eps='tiny' is not a number above 0"),
+    ("llama", {"rms_norm_eps": True}, "rms_norm_eps=True is not a number above 0"),
+    ("llama", {"rms_norm_eps": float("nan")}, "rms_norm_eps=nan is not"),
+    ("llama", {"rms_norm_eps": float("inf")}, "rms_norm_eps=inf is not"),
+    ("llama", {"rms_norm_eps": 10**400}, "rms_norm_eps=1000"),
+    ("llama", {"tie_word_embeddings": "yes"}, "tie_word_embeddings='yes' is not true or false"),
+    ("llama", {"attention_dropout": 1}, "attention_dropout=1 is not a number of 0 or more and below 1"),
+    ("llama", {"initializer_range": -1}, "initializer_range=-1 is not a number of 0 or more"),
+    ("llama", {"rope_parameters": "x"}, "rope_parameters='x' is not an object"),
+    ("llama", {"rope_parameters": {"rope_type": ["linear"]}}, "rope rope_type=['linear'] is not a string"),
+    ("llama", {"rope_parameters": {"rope_type": "linear", "factor": "4"}}, "rope factor='4' is not a number above 0"),
+    ("llama", {"rope_parameters": hub.ROPES["llama3"] | {"low_freq_factor": 4}}, "low_freq_factor=4 must be below"),
+    ("llama", {"rope_parameters": hub.ROPES["yarn by hand"] | {"truncate": 0}}, "rope truncate=0 is not true or false"),
+    ("qwen3", {"max_window_layers": "all"}, "max_window_layers='all' is not a whole number of 0 to"),
+    ("qwen3", {"use_sliding_window": 1}, "use_sliding_window=1 is not true or false"),
+    ("mixtral", {"num_experts_per_tok": 5}, "num_experts_per_tok=5 is more than num_local_experts=4"),
+    ("mixtral", {"router_aux_loss_coef": "0"}, "router_aux_loss_coef='0' is not a number"),
+    ("gpt2", {"n_embd": None}, "n_embd=null is not a whole number"),
+    ("gpt2", {"n_head": 5}, "n_embd=24 must be a multiple of n_head=5"),
+    ("gpt2", {"resid_pdrop": 2}, "resid_pdrop=2 is not a number of 0 or more and below 1"),
+]
+
+
+@pytest.fixture(scope="module")
+def configs(tmp_path_factory: pytest.TempPathFactory) -> dict[str, dict[str, Any]]:
+    """The config.json of each family."""
+    folders = {family: hub.save(family, tmp_path_factory.mktemp(family)) for family in CASES}
+    return {family: json.loads((Path(folder) / "config.json").read_text()) for family, folder in folders.items()}
+
+
+@pytest.mark.parametrize(("family", "changes", "words"), WRONG)
+def test_types_and_ranges(family: str, changes: dict, words: str, configs: dict, tmp_path: Path) -> None:
+    """Named by folder, file and field, in one line."""
+    (tmp_path / "config.json").write_text(json.dumps(configs[family] | changes))
+    with pytest.raises(ValueError) as refusal:
+        hf.read_config(str(tmp_path))
+    assert str(refusal.value).startswith(f"init_from={str(tmp_path)!r}: config.json: ")
+    assert words in str(refusal.value) and "\n" not in str(refusal.value)
+
+
+@pytest.mark.parametrize("family", CASES)
+def test_every_size_that_is_read_is_checked(family: str, configs: dict) -> None:
+    """Each field that becomes one of ours, or several together, refuses a value of another type."""
+    rules = hf_config.ARCHITECTURES[family].fields
+    for name, rule in rules.items():
+        if isinstance(rule, hf_config.To | hf_config.Extra) and name in configs[family]:
+            with pytest.raises(ValueError, match=name):
+                hf_config.read(configs[family] | {name: ["another type"]})
+
+
+@pytest.mark.parametrize(
+    ("file", "content", "words"),
+    [
+        ("config.json", b"[1]", "config.json holds a list"),
+        ("config.json", b'{"model_type": "ll\xe4ma"}', "config.json is not UTF-8 (byte 18)"),
+        ("model.safetensors.index.json", b"[1]", "model.safetensors.index.json holds a list"),
+        (
+            "model.safetensors",
+            (2).to_bytes(8, "little") + b"[]" + bytes(100),
+            "model.safetensors is no safetensors file",
+        ),
+    ],
+)
+def test_foreign_files(file: str, content: bytes, words: str, folder: Path, capsys: pytest.CaptureFixture) -> None:
+    (folder / file).write_bytes(content)
+    assert words in refusal(folder, capsys)
+
+
+@pytest.mark.parametrize(
+    ("family", "rates", "dropout", "warned"),
+    [
+        ("gpt2", {}, 0.1, None),
+        ("gpt2", dict.fromkeys(hf_config.GPT2_DROPOUTS, 0.3), 0.3, None),
+        ("gpt2", dict.fromkeys(hf_config.GPT2_DROPOUTS, 0), 0.0, None),
+        ("gpt2", {"attn_pdrop": 0.5}, 0.0, "resid_pdrop=0.1, embd_pdrop=0.1, attn_pdrop=0.5: not used"),
+        ("llama", {}, 0.0, None),
+        ("llama", {"attention_dropout": 0.5}, 0.0, "attention_dropout=0.5: not used in training, where --dropout acts"),
+        ("mixtral", {"attention_dropout": 0.5}, 0.0, "attention_dropout=0.5: not used"),
+    ],
+)
+def test_dropout(family: str, rates: dict, dropout: float, warned: str | None, tmp_path: Path) -> None:
+    """Taken as --dropout's default where it is the same dropout as ours, else warned about; --dropout wins silently."""
+    folder = hub.save(family, tmp_path)
+    edit(tmp_path, **rates)
+    with warnings.catch_warnings(record=True) as caught:
+        warnings.simplefilter("always")
+        found = run.start_of(Config(init_from=folder))
+    assert (found.config.dropout, found.model.dropout) == (dropout, dropout)
+    assert [warned in str(w.message) for w in caught if warned] == [True] * bool(warned)
+    with warnings.catch_warnings():
+        warnings.simplefilter("error")
+        found = run.start_of(Config(init_from=folder, dropout=0.2))
+    assert (found.config.dropout, found.model.dropout) == (0.2, 0.2)
+
+
 def test_a_model_and_a_folder(folder: Path, capsys: pytest.CaptureFixture) -> None:
     assert run.main(["--init_from", str(folder), "--model", "llama3-tiny"]) == 2
     assert "model and init_from each say which model to train" in capsys.readouterr().err
@@ -241,6 +365,10 @@ def test_llmc_files(tmp_path: Path) -> None:
 @pytest.mark.parametrize(
     ("header", "cut", "words"),
     [
+        ({"N": 0}, 0, "N=0, D=24, padded V=64: all must be 1 or more, D a multiple of N"),
+        ({"N": 5}, 0, "N=5, D=24"),
+        ({"V": 65}, 0, "V=65, L=4, N=3, D=24, padded V=64"),
+        ({"L": -4}, 0, "L=-4"),
         ({"magic": 20240520}, 0, "begins with 20240520, a model file of llm.c with 20240326"),
         ({"version": 1}, 0, "has version 1: only 3 (float32) and 5 (bfloat16)"),
         ({}, 4, "bytes, its header's sizes need"),

@@ -1,16 +1,22 @@
 """run.py as a user meets it: refusals, equal losses for every split, and the main job."""
 
+import io
 import json
 import subprocess
 import sys
+from dataclasses import fields, replace
 from pathlib import Path
 from typing import Any
 
+import jax
 import numpy as np
 import pytest
 
+import models
 import run
-from jaxpp import data, optim
+from jaxpp import data, optim, partition
+from jaxpp.options import check_ranges
+from models import GPT2Config, hf
 
 ROOT = Path(__file__).parent.parent
 
@@ -52,12 +58,109 @@ def refusal(capsys: pytest.CaptureFixture, *arguments: str) -> str:
         ),
         (["--router_z_loss", "0.1"], ["router_z_loss=0.1", "this model has none"]),
         (["--output_dir", "/dev/null/x"], ["output_dir='/dev/null/x'"]),
+        (["--save", "/dev/null/x"], ["save='/dev/null/x'"]),
+        (["--num_iteration", "9" * 23], ["num_iteration=99999999999999999999999 must be at most 1000000000"]),
+        (["--pipeline_parallel", "1", "--data_parallel", "65536"], ["needs 65536 devices, there are 8"]),
+        (["generate", "--load", "x", "--prompt", ""], ["prompt='' is empty", "for example --prompt x"]),
+        (["generate", "--load", "x", "--prompt", "a\udcffb"], ["prompt='a\\udcffb' is not text in UTF-8 (letter 1)"]),
     ],
     ids=lambda a: " ".join(a) if a and a[0].startswith(("-", "t")) else "",
 )
 def test_bad_input_gets_one_line(capsys: pytest.CaptureFixture, arguments: list[str], words: list[str]) -> None:
     line = refusal(capsys, *arguments)
     assert all(word in line for word in words), line
+
+
+WORDS = [
+    (name, each.name)
+    for name, command in run.COMMANDS.items()
+    for each in fields(command.options)
+    if each.metadata["type"] is str and not each.metadata["positional"]
+]
+COUNTS = [
+    (name, each.name)
+    for name, command in run.COMMANDS.items()
+    for each in fields(command.options)
+    if each.metadata["type"] is int
+]
+
+
+@pytest.mark.parametrize(("command", "name"), WORDS)
+def test_no_word_is_empty(command: str, name: str, capsys: pytest.CaptureFixture, tmp_path: Path) -> None:
+    """From the command line and from a file, of every command."""
+    (tmp_path / "c.toml").write_text(f'{name} = ""\n' if name != "input" else 'input = [""]\n')
+    for words in ([f"--{name}", ""], [f"--{name}="], ["--config", str(tmp_path / "c.toml")]):
+        line = refusal(capsys, command, *words)
+        assert f"{name}='' is empty: give at least one letter, for example --{name} " in line
+
+
+def test_no_run_is_empty(capsys: pytest.CaptureFixture) -> None:
+    assert "runs='' is empty" in refusal(capsys, "plot", "")
+
+
+def test_no_word_has_a_nul(capsys: pytest.CaptureFixture, tmp_path: Path) -> None:
+    (tmp_path / "c.toml").write_text('save = "a\\u0000b"\n')
+    assert "save='a\\x00b' has a NUL character" in refusal(capsys, "--config", str(tmp_path / "c.toml"))
+
+
+@pytest.mark.parametrize(("command", "name"), COUNTS)
+def test_no_count_is_boundless(command: str, name: str) -> None:
+    (each,) = (each for each in fields(run.COMMANDS[command].options) if each.name == name)
+    most = each.metadata["most"]
+    assert most < 2**32
+    with pytest.raises(ValueError, match=f"^{name}={10**23} must be at most {most}, for example --{name} "):
+        check_ranges(replace(run.COMMANDS[command].options(), **{name: 10**23}))
+
+
+def gpt2(folder: Path, vocab: int = 61) -> str:
+    """A Hugging Face folder of a GPT-2 with 64 positions."""
+    model = GPT2Config(vocab_size=vocab, positions=64, layers=2, dim=16, heads=2)
+    params = partition.stack(models.build(jax.random.key(0), model), partition.split_layers(2, 1))
+    hf.export(model, params, hf.placed_weight(params), str(folder), "float32")
+    return str(folder)
+
+
+@pytest.mark.parametrize(
+    ("prompt", "words"),
+    [
+        ("x" * 64, "prompt has 64 tokens (byte tokens), and the model 64 positions"),
+        ("x" * 63, "max_new_tokens=2 after a prompt of 63 tokens"),
+    ],
+)
+def test_prompts_that_do_not_fit(prompt: str, words: str, tmp_path: Path, capsys: pytest.CaptureFixture) -> None:
+    folder = gpt2(tmp_path, 300)
+    assert words in refusal(capsys, "generate", "--load", folder, "--prompt", prompt, "--max_new_tokens", "2")
+
+
+def test_text_of_a_model_without_tokenizer(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Tokens that are no bytes stream as U+FFFD, and a terminal that cannot show those shows ?."""
+    out = io.TextIOWrapper(io.BytesIO(), encoding="ascii")
+    monkeypatch.setattr(sys, "stdout", out)
+    words = ["--prompt", "é", "--max_new_tokens", "40", "--temperature", "5"]
+    assert run.main(["generate", "--load", gpt2(tmp_path, 5000), *words]) == 0
+    out.flush()
+    said = out.buffer.getvalue().decode("ascii")
+    assert said.count("?") > 20 and said.endswith("\n")
+
+
+@pytest.mark.parametrize(
+    ("tokens", "words"),
+    [
+        (
+            100,
+            "(the last twentieth of 100 tokens, which is held out unless --input_val_bin is given): the text has 5 tok",
+        ),
+        (
+            30,
+            "(all but the last twentieth of 30 tokens, which is held out unless --input_val_bin is given): the",
+        ),
+    ],
+)
+def test_a_text_that_is_too_short(tokens: int, words: str, tmp_path: Path, capsys: pytest.CaptureFixture) -> None:
+    (tmp_path / "a.txt").write_text("x" * tokens)
+    line = refusal(capsys, "--input_bin", str(tmp_path / "a.txt"), "--output_dir", str(tmp_path / "out"))
+    assert f"input_bin={str(tmp_path / 'a.txt')!r} {words}" in line and "and 65 (sequence_length 64 + 1)" in line
+    assert not (tmp_path / "out").exists()
 
 
 def damaged(folder: Path, kind: str) -> Path:

@@ -89,6 +89,14 @@ def test_streamed_pieces_are_the_text(name: str | None, folders: dict, text: str
         assert not any(tokenizer.INCOMPLETE in piece for piece in pieces)
 
 
+@pytest.mark.parametrize("tokens", [[97, 256, 98], [50_000], [0xCF, 300, 0x80], [0xCF, 0x80, 999]])
+def test_tokens_that_are_no_bytes(tokens: list[int]) -> None:
+    """Shown as U+FFFD, streamed or not."""
+    whole = tokenizer.BYTES.decode(tokens)
+    assert tokenizer.INCOMPLETE in whole
+    assert "".join(tokenizer.stream(tokenizer.BYTES, iter(tokens))) == whole
+
+
 def test_a_piece_comes_as_soon_as_it_is_whole() -> None:
     pieces = list(tokenizer.stream(tokenizer.BYTES, iter("aπb".encode())))
     assert pieces[:3] == ["a", "π", "b"]
@@ -146,6 +154,41 @@ def test_large_vocabularies_take_four_bytes(folders: dict, texts: list[str], tmp
     assert (found.dtype, found.tolist()) == (np.uint32, [69_999])
 
 
+@pytest.mark.parametrize("output", ["0.txt", "folder/../0.txt", "link", "tokenizer.json"])
+def test_an_output_that_is_read(output: str, texts: list[str], folders: dict, capsys, tmp_path: Path) -> None:
+    """By whatever path it is called, an input and the tokenizer stay what they are."""
+    (tmp_path / "folder").mkdir()
+    (tmp_path / "link").symlink_to(texts[0])
+    library(folders["byte level"]).save(str(tmp_path / "tokenizer.json"))
+    words = ["--input", *texts, "--output", str(tmp_path / output), "--tokenizer", str(tmp_path / "tokenizer.json")]
+    before = (tmp_path / output).read_bytes()
+    assert run.main(["tokenize", *words]) == 2
+    err = capsys.readouterr().err
+    assert "which is read: give another file, for example --output " in err and err.count("\n") == 1
+    assert (tmp_path / output).read_bytes() == before
+
+
+def test_token_files_have_the_usual_mode(texts: list[str], tmp_path: Path) -> None:
+    tokenize.write(texts[1:2], str(tmp_path / "out.bin"), None)
+    assert (tmp_path / "out.bin").stat().st_mode == Path(texts[1]).stat().st_mode
+
+
+@pytest.mark.parametrize(
+    ("name", "content", "words"),
+    [
+        ("config.json", b"[1]", "config.json holds a list"),
+        ("tokenizer_config.json", b"\xff", "tokenizer_config.json is not UTF-8"),
+        ("tokenizer_config.json", b"{", "tokenizer_config.json is no JSON"),
+    ],
+)
+def test_files_beside_a_tokenizer(name: str, content: bytes, words: str, folders: dict, tmp_path: Path) -> None:
+    library(folders["byte level"]).save(str(tmp_path / "tokenizer.json"))
+    (tmp_path / name).write_bytes(content)
+    with pytest.raises(ValueError, match=r"^tokenizer=") as refusal:
+        tokenizer.load(str(tmp_path))
+    assert words in str(refusal.value)
+
+
 def test_the_command(folders: dict, texts: list[str], tmp_path: Path, capsys: pytest.CaptureFixture) -> None:
     output = str(tmp_path / "out.bin")
     words = ["tokenize", "--input", *texts, "--output", output, "--tokenizer", folders["byte level"]]
@@ -162,6 +205,9 @@ def test_the_command(folders: dict, texts: list[str], tmp_path: Path, capsys: py
         (["--input", "nowhere.txt", "--output", "OUT"], "input 'nowhere.txt' cannot be read"),
         (["--input", "BINARY", "--output", "OUT"], "is no UTF-8 text (byte 1)"),
         (["--input", "EMPTY", "--output", "OUT"], "not 0"),
+        (["--input", "TEXT", "--output", "FOLDER"], "is a folder: give a file, for example --output "),
+        (["--input", "", "--output", "OUT"], "input='' is empty"),
+        (["--input", "TEXT", "--output", ""], "output='' is empty"),
         (["--input", "TEXT", "--output", "/nowhere/x.bin"], "output '/nowhere/x.bin' cannot be written"),
         (["--input", "TEXT", "--output", "OUT", "--tokenizer", "nowhere"], "tokenizer='nowhere': nowhere cannot be"),
         (["--input", "TEXT", "--output", "OUT", "--tokenizer", "TEXT"], "is no tokenizer"),
@@ -177,7 +223,8 @@ def test_refusals(words: list[str], said: str, tmp_path: Path, capsys: pytest.Ca
     assert run.main(["tokenize", *(names.get(word, word) for word in words)]) == 2
     _, err = capsys.readouterr()
     assert said in err and err.count("\n") == 1
-    assert not (tmp_path / "OUT").exists() and not list(tmp_path.glob("OUT*"))
+    assert sorted(path.name for path in tmp_path.iterdir()) == sorted(files)
+    assert not list(tmp_path.parent.glob(f"*{tmp_path.name}.*"))
 
 
 def test_training_text_is_tokenized_once(folders: dict, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
