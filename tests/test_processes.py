@@ -43,7 +43,7 @@ LAYOUTS = {
 }
 
 
-@pytest.mark.parametrize("processes", LAYOUTS)
+@pytest.mark.parametrize("processes", [2, pytest.param(4, marks=pytest.mark.slow)])
 def test_several_processes_train_as_one_does(processes: int, tmp_path: Path) -> None:
     words = [*LAYOUTS[processes], "--num_iteration", "3", "--save"]
     found = {}
@@ -60,7 +60,7 @@ def test_several_processes_train_as_one_does(processes: int, tmp_path: Path) -> 
     assert found[processes] == pytest.approx(found[1], rel=1e-5)
 
 
-@pytest.mark.parametrize("victim", [0, 1])
+@pytest.mark.parametrize("victim", [pytest.param(0, marks=pytest.mark.slow), 1])
 def test_a_process_that_dies_ends_the_others(victim: int, tmp_path: Path) -> None:
     runs = start(tmp_path, 2, *LAYOUTS[2], "--num_iteration", "100000")
     metrics, began = tmp_path / "metrics.jsonl", time.monotonic()
@@ -76,6 +76,7 @@ def test_a_process_that_dies_ends_the_others(victim: int, tmp_path: Path) -> Non
     assert "stopped sending heartbeats" in said if victim else "coordination service" in said.lower()
 
 
+@pytest.mark.slow
 def test_a_signal_to_one_process_saves_and_ends_all(tmp_path: Path) -> None:
     saved = tmp_path / "saved"
     runs = start(tmp_path, 2, *LAYOUTS[2], "--num_iteration", "100000", "--save", str(saved))
