@@ -20,7 +20,7 @@ from jaxpp.config import Config, sizes
 ROOT = Path(__file__).parent.parent
 PROMISED = {"ticks", "bubble_fraction", "in_flight", "layers_per_stage", "parameters", "wire_dtype"}
 PROMISED |= {"wire_bytes_per_hop", "bytes_per_device"}
-PARTS = ("parameters", "compute_weights", "gradients", "optimizer", "activations")
+PARTS = ("parameters", "compute_weights", "gradients", "optimizer", "activations", "slot", "logits")
 COUNTS = {"gpt2": 124_439_808, "gpt2-medium": 354_823_168, "gpt2-large": 774_030_080, "gpt2-xl": 1_557_611_200}
 COUNTS["gpt2-tiny"] = 1_651_968
 
