@@ -35,6 +35,7 @@ from jaxpp import (
     checkpoint,
     compare,
     curves,
+    feeds,
     mesh,
     metrics,
     option_files,
@@ -131,6 +132,16 @@ def start_devices(config: Config) -> int:
     return len(jax.devices()) if jax.default_backend() == "gpu" else 0
 
 
+def lay_out(config: Config, model: models.ModelConfig) -> tuple[models.ModelConfig, options.Sizes, jax.sharding.Mesh]:
+    """Check the options, start the devices and join them. Returns the model for these devices, the sizes, the mesh."""
+    options.check(config, model.layers, model.positions)
+    gpus = start_devices(config)
+    sizes = options.sizes(config, model.layers, model.positions, gpus)
+    check_split(config, model, sizes)
+    grid = mesh.make_mesh(sizes.pipe, sizes.data, sizes.expert, sizes.context, sizes.tensor)
+    return dataclasses.replace(model, cudnn=gpus > 0), sizes, grid
+
+
 def describe(run: train.Run, model: models.ModelConfig, corpus: str, parameters: int) -> str:
     """The first line: what is trained, on what, how it is split."""
     c, s, device = run.config, run.sizes, jax.devices()[0]
@@ -150,12 +161,7 @@ def describe(run: train.Run, model: models.ModelConfig, corpus: str, parameters:
 def run_train(config: Config) -> None:
     """Train, validate, sample, and say where the files are."""
     config, model, source, found = start_of(config)
-    options.check(config, model.layers, model.positions)
-    gpus = start_devices(config)
-    model = dataclasses.replace(model, cudnn=gpus > 0)
-    sizes = options.sizes(config, model.layers, model.positions, gpus)
-    check_split(config, model, sizes)
-    grid = mesh.make_mesh(sizes.pipe, sizes.data, sizes.expert, sizes.context, sizes.tensor)
+    model, sizes, grid = lay_out(config, model)
     run = train.make_run(
         config,
         sizes,
@@ -166,9 +172,9 @@ def run_train(config: Config) -> None:
         flops_per_token=flops.per_token(model, sizes.length),
         recorder=recorder_of(config, sizes),
     )
-    corpus = train.load_corpus(config, model.vocab_size, config.tokenizer)
-    feeds = train.make_feeds(run, corpus)
-    run = dataclasses.replace(run, order=feeds.batches.order())
+    corpus = feeds.load_corpus(config, model.vocab_size, config.tokenizer)
+    fed = feeds.make_feeds(config, sizes, corpus)
+    run = dataclasses.replace(run, order=fed.batches.order())
     if found:
         train.check_checkpoint(run, found)
     build = builder(model)
@@ -192,7 +198,7 @@ def run_train(config: Config) -> None:
         sample = sampler(run, model, corpus.validation[0], log)
         read = partial(hf.assemble, source) if source else None
         hooks = train.Hooks(sample, read, found, stop)
-        train.train(run, build, feeds, log, hooks)
+        train.train(run, build, fed, log, hooks)
         if config.save:
             log.say(f"checkpoints are in {config.save}")
         log.say(f"metrics are in {log.path}")
@@ -348,22 +354,17 @@ def run_eval(given: EvalConfig) -> None:
         raise ValueError("eval needs --load FOLDER, for example --load model")
     model, weight, origin, _, info = open_model(given.load)
     config = options.of_eval(given, info)
-    options.check(config, model.layers, model.positions)
-    gpus = start_devices(config)
-    model = dataclasses.replace(model, cudnn=gpus > 0)
-    sizes = options.sizes(config, model.layers, model.positions, gpus)
-    check_split(config, model, sizes)
-    grid = mesh.make_mesh(sizes.pipe, sizes.data, sizes.expert, sizes.context, sizes.tensor)
+    model, sizes, grid = lay_out(config, model)
     run = train.make_run(config, sizes, grid, model.layers)
     where = config.tokenizer or origin
     if given.input_bin is None:
-        corpus = train.load_corpus(config, model.vocab_size, where)
+        corpus = feeds.load_corpus(config, model.vocab_size, where)
         said = ", ".join(config.input_val_bin or (f"the validation part of {corpus.said.split(' (')[0]}",))
     else:
-        texts = train.read_texts(given.input_bin, model.vocab_size, where, "input_bin")
-        corpus = train.Corpus((), texts, "", tokenizer.load(where).end)
+        texts = feeds.read_texts(given.input_bin, model.vocab_size, where, "input_bin")
+        corpus = feeds.Corpus((), texts, "", tokenizer.load(where).end)
         said = ", ".join(given.input_bin)
-    batches = train.evaluation_batches(run, corpus, given.eval_batches)
+    batches = feeds.evaluation_batches(config, sizes, corpus, given.eval_batches)
     spec = train.placed_spec(run, builder(model))
     params = partition.assemble(spec, partition.shardings(spec, run.mesh), weight)
     found = train.make_eval(run)(params, batches)

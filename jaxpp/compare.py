@@ -5,7 +5,6 @@ mean square of their difference against the larger of theirs (with atol 0, the n
 norm), of statistics and first values the largest magnitude in the tensor, of metrics the larger of the two numbers.
 """
 
-import json
 import math
 import re
 from collections.abc import Iterator
@@ -15,12 +14,13 @@ from typing import Any, NamedTuple
 
 import numpy as np
 
+from jaxpp.json_files import read_lines
 from jaxpp.options import check_ranges, option
 from jaxpp.probe import BACKWARD, FORWARD
 from jaxpp.records import FILE, order_of, place_of
 
 SHOWN = 10  # differences that are printed
-OF_THE_MACHINE = re.compile(r"_seconds$|_per_second$|^mfu$|memory")  # metrics that no two runs share
+OF_THE_MACHINE = re.compile(r"_seconds$|_per_second$|^mfu$|^peak_bytes")  # metrics that no two runs share
 STATISTICS = ("min", "max", "mean")
 
 
@@ -84,18 +84,8 @@ def lines(found: Found, config: CompareConfig) -> Iterator[str]:
 
 
 def _lines_of(path: Path) -> list[dict[str, Any]]:
-    """The objects of a file of JSON lines. Raises ValueError for what is none."""
-    try:
-        text = path.read_text(encoding="utf-8")
-    except (OSError, UnicodeDecodeError) as error:
-        raise ValueError(f"{str(path)!r} cannot be read ({getattr(error, 'strerror', 'not text')})") from None
-    found = []
-    for number, line in enumerate(text.splitlines(), 1):
-        try:
-            found.append(json.loads(line))
-            assert isinstance(found[-1], dict)
-        except (ValueError, AssertionError):
-            raise ValueError(f"{str(path)!r}: line {number} is no JSON object: give another file, or mend it") from None
+    """The objects of a file of JSON lines, at least one. Raises ValueError."""
+    found = read_lines(path)
     if not found:
         raise ValueError(f"{str(path)!r} has no lines: was its run stopped before the first step?")
     return found

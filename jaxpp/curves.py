@@ -1,6 +1,5 @@
 """Curves of runs as a picture: losses, learning rate, gradient norm and speed, from their metrics.jsonl."""
 
-import json
 import os
 from collections.abc import Sequence
 from dataclasses import dataclass
@@ -9,6 +8,7 @@ from typing import Any, NamedTuple
 
 import numpy as np
 
+from jaxpp.json_files import read_lines
 from jaxpp.options import option
 
 FILE = "metrics.jsonl"
@@ -93,16 +93,13 @@ def read(path: Path) -> dict[str, tuple[np.ndarray, np.ndarray]]:
     Raises ValueError where there is no such file, it is of another kind, or it has no step yet.
     """
     try:
-        lines = path.read_text(encoding="utf-8").splitlines()
-    except (OSError, UnicodeDecodeError) as error:
-        why = error.strerror if isinstance(error, OSError) else "it is not text"
-        raise ValueError(f"runs: {str(path)!r} cannot be read ({why}): give the --output_dir of a run") from None
+        records = read_lines(path)
+    except ValueError as error:
+        raise ValueError(f"runs: {error}: give the --output_dir of a run") from None
     found: dict[str, list[tuple[float, float]]] = {panel.key: [] for panel in PANELS}
-    for number, line in enumerate(lines, 1):
-        record = _record(line)
-        if record is None and number == len(lines) > 1:
-            break
-        if record is None:
+    for number, record in enumerate(records, 1):
+        numbers = all(type(record.get(panel.key, 0)) in (int, float) for panel in PANELS)
+        if type(record.get("step")) is not int or not numbers:
             raise ValueError(f"runs: line {number} of {str(path)!r} is no step of a run: give a {FILE}")
         for key, points in found.items():
             if key in record:
@@ -110,17 +107,6 @@ def read(path: Path) -> dict[str, tuple[np.ndarray, np.ndarray]]:
     if not any(found.values()):
         raise ValueError(f"runs: {str(path)!r} has no step yet: give a run that has made one")
     return {key: (np.array(points)[:, 0], np.array(points)[:, 1]) for key, points in found.items() if points}
-
-
-def _record(line: str) -> dict[str, Any] | None:
-    """A line's record, or None where it is none: each has a step, and numbers for the panels."""
-    try:
-        record = json.loads(line)
-    except ValueError:
-        return None
-    if not isinstance(record, dict) or type(record.get("step")) is not int:
-        return None
-    return record if all(type(record.get(panel.key, 0)) in (int, float) for panel in PANELS) else None
 
 
 def smoothed(values: np.ndarray) -> np.ndarray:

@@ -27,7 +27,7 @@ from jaxpp.mesh import CONTEXT, MANUAL, PIPE, ROWS, TENSOR, count
 from jaxpp.partition import Placed, Rest
 from jaxpp.precision import Precision, resolve
 from jaxpp.schedules import IDLE, Schedule, Slots
-from jaxpp.slots import Pipeline
+from jaxpp.slots import Context, Pipeline, Shapes
 
 Tree = Any
 
@@ -85,8 +85,8 @@ def train_step(
 ) -> Result:
     """One forward and backward of a global batch; arguments as in `value_and_grad`.
 
-    scale: float32 [], what the loss is multiplied with before its gradients are taken, and they are divided by after.
     workspace: the previous step's, donated, so that the ring is not allocated anew; default a fresh one.
+    scale: float32 [], what the loss is multiplied with before its gradients are taken, and they are divided by after.
     """
     _check(pipeline, params, batch)
     if workspace is None:
@@ -100,8 +100,8 @@ def train_step(
     ring_spec = jax.tree.map(lambda _: PartitionSpec(MANUAL), workspace)
     grads_spec = jax.tree.map(lambda r: partition.manual(r.grad), _rest(pipeline, params))
     out_specs = (PartitionSpec(), grads_spec, ring_spec)
-    results = _mapped(pipeline, _train, out_specs)(params, batch, tables, _chunk_table(params), (key, scale), workspace)
-    losses, grads, workspace = results
+    step = _mapped(pipeline, _train, out_specs)
+    losses, grads, workspace = step(params, batch, tables, (key, scale), workspace)
     if scale is not None:
         grads = jax.tree.map(lambda g: g / scale, grads)
     return Result(jnp.sum(losses["loss"]), grads, losses["loss"], workspace, losses["metrics"])
@@ -114,21 +114,18 @@ def eval_step(pipeline: Pipeline, params: Placed, batch: dict[str, jax.Array]) -
     ticks = int(np.flatnonzero((pipeline.schedule.forward.chunk != IDLE).any(axis=1))[-1]) + 1
     tables = (jax.tree.map(lambda a: a[:ticks], forward),)
     specs = (PartitionSpec(), PartitionSpec())
-    return _mapped(pipeline, _evaluate, specs)(params, batch, tables, _chunk_table(params), (None, None), None)
+    return _mapped(pipeline, _evaluate, specs)(params, batch, tables, (None, None), None)
 
 
 def workspace_spec(pipeline: Pipeline, params: Placed, batch: dict, key: Any = None) -> tuple[Tree, Tree]:
     """Shapes of one rank's ring and of the stream; arguments may be abstract, and the mesh too."""
     found = []
 
-    def body(
-        pipeline: Pipeline, rest: Placed, params: Placed, batch: dict, _: tuple, table: dict, given: tuple, __: None
-    ):
-        ctx = slots.make_context(pipeline, rest, params, batch, table, *given)
-        found.append(slots.make_shapes(pipeline, ctx.weights, ctx.outer, ctx.batch, ctx.key))
+    def body(ctx: Context, shapes: Shapes, tables: tuple, ring: None) -> jax.Array:
+        found.append(shapes)
         return ctx.count
 
-    trace = lambda p, b, k: _mapped(pipeline, body, PartitionSpec())(p, b, (), _chunk_table(p), (k, None), None)
+    trace = lambda p, b, k: _mapped(pipeline, body, PartitionSpec())(p, b, (), (k, None), None)
     jax.eval_shape(trace, params, batch, key)
     return found[0].ring, found[0].stream
 
@@ -158,18 +155,25 @@ def _rest(pipeline: Pipeline, params: Placed) -> Placed:
 
 
 def _mapped(pipeline: Pipeline, body: Callable, out_specs: Tree) -> Callable:
-    def run(params: Placed, batch: dict, tables: tuple, chunk_table: dict, given: tuple, workspace: Tree) -> Tree:
+    """body(context, shapes, tables, ring) on every rank, of (params, batch, tables, (key, scale), workspace)."""
+
+    def run(params: Placed, batch: dict, tables: tuple, given: tuple, workspace: Tree) -> Tree:
         rest = _rest(pipeline, params)
+
+        def rank(params: Placed, batch: dict, tables: tuple, chunks: dict, given: tuple, ring: Tree) -> Tree:
+            ctx = slots.make_context(pipeline, rest, params, batch, chunks, *given)
+            return body(ctx, slots.make_shapes(ctx), tables, ring)
+
         in_specs = (
             jax.tree.map(lambda r: partition.manual(r.param), rest),
             jax.tree.map(lambda a: PartitionSpec(None, ROWS, *(CONTEXT,) * (len(a.shape) > 2)), batch),
             jax.tree.map(lambda _: PartitionSpec(None, PIPE), tables),
-            jax.tree.map(lambda _: PartitionSpec(PIPE), chunk_table),
+            PartitionSpec(PIPE),
             PartitionSpec(),
             jax.tree.map(lambda _: PartitionSpec(MANUAL), workspace),
         )
         mapped = jax.shard_map(
-            partial(body, pipeline, rest),
+            rank,
             mesh=pipeline.mesh,
             in_specs=in_specs,
             out_specs=out_specs,
@@ -178,7 +182,7 @@ def _mapped(pipeline: Pipeline, body: Callable, out_specs: Tree) -> Callable:
             check_vma=False,
         )
         with sharding.use(pipeline.sequence_parallel):
-            return mapped(params, batch, tables, chunk_table, given, workspace)
+            return mapped(params, batch, tables, _chunk_table(params), given, workspace)
 
     return run
 
@@ -216,19 +220,9 @@ def _check(pipeline: Pipeline, params: Placed, batch: dict[str, jax.Array]) -> N
                 raise ValueError(f"batch[{name!r}]: {a.shape[dim]} {what} do not divide over {split}")
 
 
-def _train(
-    pipeline: Pipeline,
-    rest: Placed,
-    params: Placed,
-    batch: dict,
-    tables: tuple,
-    chunk_table: dict,
-    given: tuple,
-    ring: Tree,
-) -> tuple[dict, Placed, Tree]:
-    """The step as one rank sees it: prepare, scan the ticks, reduce."""
-    ctx = slots.make_context(pipeline, rest, params, batch, chunk_table, *given)
-    shapes = slots.make_shapes(pipeline, ctx.weights, ctx.outer, ctx.batch, ctx.key)
+def _train(ctx: Context, shapes: Shapes, tables: tuple, ring: Tree) -> tuple[dict, Placed, Tree]:
+    """The step as one rank sees it: scan the ticks, reduce."""
+    pipeline, rest = ctx.pipeline, ctx.rest
     schedule, link = pipeline.schedule, pipeline.wire
     on_wire = wire.on_wire(link, shapes.stream)
     start = lambda a, r: sharding.constrain_leaf(jnp.zeros(a.shape, pipeline.precision.accumulate), r.names)
@@ -265,7 +259,7 @@ def _train(
     blocks = jax.tree.map(reduce, carry["blocks"], rest.blocks)
     outer = jax.tree.map(reduce, carry["outer"], rest.outer)
     workspace = None if ring is None else jax.tree.map(lambda a: a[None], carry["ring"])
-    return losses, Placed(outer["embed"], blocks, outer["head"], params.layout), workspace
+    return losses, Placed(outer["embed"], blocks, outer["head"], rest.layout), workspace
 
 
 def _reduce(pipeline: Pipeline, a: jax.Array, r: Rest) -> jax.Array:
@@ -283,19 +277,9 @@ def _reduce(pipeline: Pipeline, a: jax.Array, r: Rest) -> jax.Array:
     return jax.lax.psum(a, left) if left else a
 
 
-def _evaluate(
-    pipeline: Pipeline,
-    rest: Placed,
-    params: Placed,
-    batch: dict,
-    tables: tuple,
-    chunk_table: dict,
-    given: tuple,
-    _: None,
-) -> tuple[jax.Array, jax.Array]:
+def _evaluate(ctx: Context, shapes: Shapes, tables: tuple, ring: None) -> tuple[jax.Array, jax.Array]:
     """Forward only, as one rank sees it: the F slots, and the loss where the last chunk ends."""
-    ctx = slots.make_context(pipeline, rest, params, batch, chunk_table, *given)
-    shapes = slots.make_shapes(pipeline, ctx.weights, ctx.outer, ctx.batch, ctx.key)
+    pipeline = ctx.pipeline
     link = pipeline.wire
     on_wire = wire.on_wire(link, shapes.stream)
 

@@ -53,13 +53,14 @@ class Pipeline:
 class Context(NamedTuple):
     """What every slot of a rank sees; built once a step, before the scan.
 
-    uneven: some places hold no layer. batch: this data rank's [M, B, ...]. key: of the step, or None.
-    weights: K modules, leaves [C, ...], outer: embedding and head, both in the compute dtype.
+    rest: see `partition.rest`. uneven: some places hold no layer. batch: this data rank's [M, B, ...]. key: of the
+    step, or None. weights: K modules, leaves [C, ...], outer: embedding and head, both in the compute dtype.
     counts, first: int32 [C], layers of each chunk and the first one's index. count: float32 [], valid tokens of all
     microbatches and data ranks. scale: float32 [], of the loss, or None.
     """
 
     pipeline: Pipeline
+    rest: Placed
     uneven: bool
     batch: dict[str, jax.Array]
     key: jax.Array | None
@@ -125,6 +126,7 @@ def make_context(
         batch = batch | {"positions": jnp.broadcast_to(places, batch["labels"].shape)}
     return Context(
         pipeline=pipeline,
+        rest=rest,
         uneven=len(set(params.layout.layers)) > 1,
         batch=batch,
         key=key,
@@ -162,8 +164,10 @@ def _layer(pipeline: Pipeline) -> Callable:
     return remat.checkpointed(lambda block, stream, known: call(block, stream, *known), pipeline.remat)
 
 
-def make_shapes(pipeline: Pipeline, weights: list, outer: dict, batch: dict, key: jax.Array | None) -> Shapes:
-    microbatch = jax.eval_shape(lambda b: at(b, 0), batch)
+def make_shapes(ctx: Context) -> Shapes:
+    """The shapes of a step, from abstract traces. Raises ValueError where a block or the stream is not as asked."""
+    pipeline, weights, outer, key = ctx.pipeline, ctx.weights, ctx.outer, ctx.key
+    microbatch = jax.eval_shape(lambda b: at(b, 0), ctx.batch)
     stream = jax.eval_shape(partial(_embed, pipeline), outer["embed"], microbatch, key)
     for leaf in jax.tree.leaves(stream):
         if not jnp.issubdtype(leaf.dtype, jnp.floating):

@@ -5,7 +5,7 @@ Legend: B microbatch size, T sequence, M microbatches, DP data ranks.
 
 import json
 import math
-from collections.abc import Callable, Iterable, Iterator, Sequence
+from collections.abc import Callable, Iterable
 from dataclasses import asdict, dataclass, field, replace
 from functools import partial
 from pathlib import Path
@@ -17,9 +17,10 @@ import numpy as np
 import optax
 from jax.sharding import Mesh, NamedSharding, PartitionSpec
 
-from jaxpp import checkpoint, data, executor, optim, partition, precision, schedules, tokenize, tokenizer, wire
+from jaxpp import checkpoint, executor, optim, partition, precision, schedules, wire
 from jaxpp.config import Config, Sizes
 from jaxpp.executor import Pipeline
+from jaxpp.feeds import Feeds
 from jaxpp.losses import token_loss
 from jaxpp.mesh import CONTEXT, ROWS
 from jaxpp.metrics import Log
@@ -31,7 +32,6 @@ from jaxpp.report import reporter
 from jaxpp.texts import array_names
 
 Tree = Any
-VALIDATION_BATCHES = 8
 Build = Callable[[jax.Array], Any]  # key -> model with embed, blocks, head
 Read = Callable[[Placed, Placed], Placed]  # shapes, shardings -> parameters
 
@@ -229,118 +229,30 @@ def batch_sharding(run: Run) -> NamedSharding:
     return NamedSharding(run.mesh, PartitionSpec(None, ROWS, CONTEXT))
 
 
-def put_batch(run: Run, batch: dict[str, np.ndarray]) -> dict[str, jax.Array]:
-    """Place a batch on the mesh."""
-    where = batch_sharding(run)
+def rows_here(run: Run) -> slice:
+    """The rows of a microbatch that devices of this process read."""
+    shape = (run.sizes.microbatches, run.sizes.rows, run.sizes.length)
+    held: Any = batch_sharding(run).addressable_devices_indices_map(shape).values()
+    parts = [index[1].indices(shape[1]) for index in held]
+    return slice(min(first for first, _, _ in parts), max(last for _, last, _ in parts))
+
+
+def put_batch(run: Run, batch: dict[str, np.ndarray], rows: slice = slice(None)) -> dict[str, jax.Array]:
+    """Place a batch on the mesh. rows: those of each microbatch that the arrays hold, at least `rows_here`."""
+    where, first = batch_sharding(run), rows.start or 0
     if jax.process_count() == 1:
         return jax.device_put(batch, where)
-    return {k: jax.make_array_from_callback(a.shape, where, a.__getitem__) for k, a in batch.items()}
 
+    def put(a: np.ndarray) -> jax.Array:
+        whole = (a.shape[0], run.sizes.rows, *a.shape[2:])
 
-class Corpus(NamedTuple):
-    """Training texts, validation texts, what they are in words, and the token that ends a document, or None."""
+        def part(index: Any) -> np.ndarray:
+            start, stop, _ = index[1].indices(whole[1])
+            return a[index[0], start - first : stop - first, *index[2:]]
 
-    texts: tuple[np.ndarray, ...]
-    validation: tuple[np.ndarray, ...]
-    said: str
-    end: int | None
+        return jax.make_array_from_callback(whole, where, part)
 
-
-def read_texts(paths: Sequence[str], vocab_size: int, where: str | None, option: str) -> tuple[np.ndarray, ...]:
-    """The tokens of files; texts by the tokenizer of `where`. Raises ValueError, naming the option."""
-    found = []
-    for path in paths:
-        tokens = data.read_tokens(path, 2**32, option=option)
-        if tokens.dtype == np.uint8 and where is not None:
-            path = tokenize.cached(tokens.tobytes(), where)
-        found.append(data.read_tokens(path, vocab_size, option=option))
-    return tuple(found)
-
-
-def load_corpus(config: Config, vocab_size: int, where: str | None = None) -> Corpus:
-    """Training and validation texts. Raises ValueError for files that cannot be used.
-
-    where: the tokenizer of text, see `tokenizer.load`; a text is tokenized once and found again by its content.
-    """
-    chosen = tokenizer.load(where)
-    if where is not None or config.input_bin is None:  # the tokens of a file are looked at themselves
-        tokenizer.check_vocabulary(chosen, vocab_size)
-    if config.input_bin is None:
-        if config.input_val_bin is not None:
-            raise ValueError("input_val_bin is given without input_bin: give both, or neither for Python's own source")
-        train, validation = data.default_corpus()
-        if where is not None:
-            files = [tokenize.cached(part.tobytes(), where) for part in (train, validation)]
-            train, validation = (data.read_tokens(path, vocab_size) for path in files)
-        kind = f"{len(train) / 1e6:.1f} MB, byte tokens" if where is None else f"{len(train):,} tokens, {chosen.name}"
-        return Corpus((train,), (validation,), f"Python's own source ({kind})", chosen.end)
-    texts = read_texts(config.input_bin, vocab_size, where, "input_bin")
-    if config.input_val_bin is not None:
-        validation = read_texts(config.input_val_bin, vocab_size, where, "input_val_bin")
-    else:  # the last twentieth of each is held out
-        held_out = [len(tokens) - len(tokens) // 20 for tokens in texts]
-        validation = tuple(tokens[n:] for tokens, n in zip(texts, held_out, strict=True))
-        texts = tuple(tokens[:n] for tokens, n in zip(texts, held_out, strict=True))
-    by = "" if where is None else f", {chosen.name}"
-    count = sum(len(tokens) for tokens in texts)
-    return Corpus(texts, validation, f"{', '.join(config.input_bin)} ({count:,} tokens{by})", chosen.end)
-
-
-def blamed(run: Run, corpus: Corpus) -> tuple[str, str]:
-    """What an error about the training text, and about the validation text, says that it is of."""
-    c = run.config
-    train, validation = (
-        f"{name}={path[0]!r}" if path and len(path) == 1 else name
-        for name, path in (("input_bin", c.input_bin), ("input_val_bin", c.input_val_bin))
-    )
-    if c.input_val_bin is not None:
-        return train, validation
-    count = len(corpus.texts[0]) + len(corpus.validation[0]) if corpus.texts else 0
-    if c.input_bin is None or len(c.input_bin) > 1 or not count:
-        return train, train
-    rule = f"of {count} tokens, which is held out unless --input_val_bin is given"
-    return f"{train} (all but the last twentieth {rule})", f"{train} (the last twentieth {rule})"
-
-
-def make_batches(run: Run, corpus: Corpus) -> data.Batches:
-    """The batches that a run trains on. Raises ValueError where the corpus is too short or cannot be cut so."""
-    c, s = run.config, run.sizes
-    how: dict[str, Any] = {
-        "shuffle_documents": c.shuffle_documents,
-        "pack_documents": c.pack_documents,
-        "end": corpus.end,
-    }
-    return data.Batches(
-        corpus.texts,
-        s.microbatches,
-        s.rows,
-        s.length,
-        c.seed,
-        weights=c.data_weights,
-        option=blamed(run, corpus)[0],
-        **how,
-    )
-
-
-def evaluation_batches(run: Run, corpus: Corpus, limit: int | None) -> Iterator[dict[str, np.ndarray]]:
-    """At most `limit` batches of the validation texts, spread evenly; None: all. Raises ValueError like the above."""
-    s, packed = run.sizes, run.config.pack_documents
-    sizes = (s.microbatches, s.rows, s.length, limit)
-    return data.validation_batches(
-        corpus.validation, *sizes, end=corpus.end, pack_documents=packed, option=blamed(run, corpus)[1]
-    )
-
-
-class Feeds(NamedTuple):
-    """What a run trains on, and the fixed batches that it is validated on."""
-
-    batches: data.Batches
-    held_out: list[dict[str, np.ndarray]]
-
-
-def make_feeds(run: Run, corpus: Corpus) -> Feeds:
-    """Both. Raises ValueError like `make_batches`."""
-    return Feeds(make_batches(run, corpus), list(evaluation_batches(run, corpus, VALIDATION_BATCHES)))
+    return {name: put(a) for name, a in batch.items()}
 
 
 class Evaluation(NamedTuple):
@@ -395,7 +307,7 @@ def train(run: Run, build: Build, feeds: Feeds, log: Log, hooks: Hooks = Hooks()
     wire.self_test(run.mesh, run.pipeline.wire)
     state, step, evaluate = initial_state(run, build, hooks.read, hooks.found), make_step(run), make_eval(run)
     step = watched(run.recorder, step, log.say)
-    report = reporter(run, log)
+    report, rows = reporter(run, log), rows_here(run)
     span = parse_span(config.profile, config.num_iteration) if config.profile else range(0)
     trace = Trace(span, log.path.with_name("profile"))
     for i in range(hooks.found.step if hooks.found else 0, config.num_iteration):
@@ -407,7 +319,7 @@ def train(run: Run, build: Build, feeds: Feeds, log: Log, hooks: Hooks = Hooks()
             name = f" of {config.input_bin[text]}" if config.input_bin and len(config.input_bin) > 1 else ""
             log.say(f"epoch {epoch + 1}{name} begins with step {i + 1}")
         with jax.profiler.StepTraceAnnotation("train", step_num=i + 1):
-            batch = put_batch(run, feeds.batches.at(i))
+            batch = put_batch(run, feeds.batches.at(i, rows), rows)
             state, metrics = step(state, batch)
         last, stopping = i + 1 == config.num_iteration, hooks.stop(i + 1)
         due = lambda every, i=i, last=last: last or (every > 0 and (i + 1) % every == 0)

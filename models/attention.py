@@ -9,7 +9,8 @@ H head dim.
 
 import math
 from dataclasses import dataclass
-from typing import NamedTuple
+from functools import partial
+from typing import Any, NamedTuple
 
 import jax
 import jax.numpy as jnp
@@ -91,12 +92,45 @@ def attend(
     """Causal softmax attention of a sequence to itself, softmax in float32; [B, T, N, H] in the queries' dtype.
 
     segments_BT: int, the document of each token; tokens see their own document alone. key: for dropout of the weights.
+    In a step whose layers or sequences are split over ranks, all arguments are this rank's part.
     """
-    if ways(TENSOR) == 1:
-        return _attend(spec, q_BTNH, k_BTKH, v_BTKH, segments_BT, key)
-    # Kernels cannot be split by the compiler: each rank of tensor calls its own, for its heads.
-    if k_BTKH.shape[2] % ways(TENSOR):
-        k_BTKH, v_BTKH = (jnp.repeat(a, q_BTNH.shape[2] // a.shape[2], axis=2) for a in (k_BTKH, v_BTKH))
+    over_context, over_tensor = ways(CONTEXT) > 1, ways(TENSOR) > 1
+    if over_context:
+        q_BTNH, k_BTKH, v_BTKH, segments_BT = whole_sequences(q_BTNH, k_BTKH, v_BTKH, segments_BT)
+    run = partial(_over_tensor, spec) if over_tensor else partial(_attend, spec)
+    y_BTNH = run(q_BTNH, k_BTKH, v_BTKH, segments_BT, key)
+    return exchange.to_sequence(y_BTNH) if over_context else y_BTNH
+
+
+def whole_sequences(
+    q_BTNH: jax.Array, k_BTKH: jax.Array, v_BTKH: jax.Array, segments_BT: jax.Array | None
+) -> tuple[jax.Array, jax.Array, jax.Array, jax.Array | None]:
+    """Some of the heads over all tokens, from all heads over this rank's T neighbouring ones: then the work is even
+    however the mask lies (Jacobs et al. 2023, arXiv:2309.14509)."""
+    copies = kv_copies(k_BTKH.shape[2], ways(CONTEXT), ways(TENSOR), q_BTNH.shape[2])
+    k_BTKH, v_BTKH = (repeat_heads(a, copies) for a in (k_BTKH, v_BTKH))
+    q_BTNH, k_BTKH, v_BTKH = (exchange.to_heads(a) for a in (q_BTNH, k_BTKH, v_BTKH))
+    if segments_BT is not None:
+        segments_BT = jax.lax.all_gather(segments_BT, CONTEXT, axis=1, tiled=True)
+    return q_BTNH, k_BTKH, v_BTKH, segments_BT
+
+
+def kv_copies(kv_heads: int, context: int, tensor: int, heads: int) -> int:
+    """How often kv heads are repeated so that each rank of both axes gets whole ones."""
+    if kv_heads % tensor:
+        return heads // kv_heads
+    return context // math.gcd(kv_heads // tensor, context)
+
+
+def repeat_heads(x_BTKH: jax.Array, copies: int) -> jax.Array:
+    """Each head several times, the copies next to each other."""
+    return jnp.repeat(x_BTKH, copies, axis=2) if copies > 1 else x_BTKH
+
+
+def _over_tensor(spec: AttentionSpec, q_BTNH: jax.Array, k_BTKH: jax.Array, v_BTKH: jax.Array, *others: Any) -> Any:
+    """Each rank of tensor calls the kernel for its heads: the compiler cannot split a kernel."""
+    copies = kv_copies(k_BTKH.shape[2], 1, ways(TENSOR), q_BTNH.shape[2])
+    k_BTKH, v_BTKH = (repeat_heads(a, copies) for a in (k_BTKH, v_BTKH))
     heads, whole = PartitionSpec(None, None, TENSOR, None), PartitionSpec()
 
     def mine(q: jax.Array, k: jax.Array, v: jax.Array, segments: jax.Array | None, key: jax.Array | None) -> jax.Array:
@@ -105,7 +139,7 @@ def attend(
 
     specs = (heads, heads, heads, whole, whole)
     run = jax.shard_map(mine, in_specs=specs, out_specs=heads, axis_names={TENSOR}, check_vma=False)
-    return run(q_BTNH, k_BTKH, v_BTKH, segments_BT, key)
+    return run(q_BTNH, k_BTKH, v_BTKH, *others)
 
 
 def _attend(
@@ -141,39 +175,12 @@ def plain_attend(
     key: jax.Array | None = None,
 ) -> jax.Array:
     """Softmax attention in batched products. mask: bool [T, S] or [B, 1, T, S], where True is seen."""
-    groups = q_BTNH.shape[2] // k_BSKH.shape[2]
-    k_BSNH, v_BSNH = (jnp.repeat(a, groups, axis=2) if groups > 1 else a for a in (k_BSKH, v_BSKH))
+    k_BSNH, v_BSNH = (repeat_heads(a, q_BTNH.shape[2] // a.shape[2]) for a in (k_BSKH, v_BSKH))
     q_BNTH, k_BNSH, v_BNSH = (a.swapaxes(1, 2) for a in (q_BTNH, k_BSNH, v_BSNH))
     scores_BNTS = jnp.einsum("bnth,bnsh->bnts", q_BNTH, k_BNSH, preferred_element_type=jnp.float32)
     scores_BNTS = jnp.where(mask, scores_BNTS * q_BTNH.shape[-1] ** -0.5, -jnp.inf)
     weights_BNTS = dropout(jax.nn.softmax(scores_BNTS, axis=-1), rate, key).astype(q_BTNH.dtype)
     return jnp.einsum("bnts,bnsh->bnth", weights_BNTS, v_BNSH).swapaxes(1, 2)
-
-
-def attend_whole(
-    spec: AttentionSpec,
-    q_BTNH: jax.Array,
-    k_BTKH: jax.Array,
-    v_BTKH: jax.Array,
-    segments_BT: jax.Array | None = None,
-    key: jax.Array | None = None,
-) -> jax.Array:
-    """`attend` where each rank of the context axis holds T neighbouring tokens of a sequence: every rank takes some of
-    the heads over all of it, so that the work is even however the mask lies (Jacobs et al. 2023, arXiv:2309.14509)."""
-    groups = kv_copies(k_BTKH.shape[2], ways(CONTEXT), ways(TENSOR), q_BTNH.shape[2])
-    k_BTKH, v_BTKH = (jnp.repeat(a, groups, axis=2) if groups > 1 else a for a in (k_BTKH, v_BTKH))
-    q_BTNH, k_BTKH, v_BTKH = (exchange.to_heads(a) for a in (q_BTNH, k_BTKH, v_BTKH))
-    if segments_BT is not None:
-        segments_BT = jax.lax.all_gather(segments_BT, CONTEXT, axis=1, tiled=True)
-    return exchange.to_sequence(attend(spec, q_BTNH, k_BTKH, v_BTKH, segments_BT, key))
-
-
-def kv_copies(kv_heads: int, context: int, tensor: int, heads: int) -> int:
-    """How often kv heads are repeated so that each rank of both axes gets whole ones."""
-    if kv_heads % tensor:
-        return heads // kv_heads
-    mine = kv_heads // tensor
-    return context // math.gcd(mine, context)
 
 
 class Attention(nnx.Module):
@@ -199,8 +206,7 @@ class Attention(nnx.Module):
         q_BTNH, k_BTKH, v_BTKH = self._heads(constrain(x_BTD, None, None, None), positions)
         q_BTNH = constrain(q_BTNH, None, None, "heads", None)
         k_BTKH, v_BTKH = (constrain(a, None, None, "kv_heads", None) for a in (k_BTKH, v_BTKH))
-        run = attend_whole if ways(CONTEXT) > 1 else attend
-        y_BTNH = tap("attention.heads", run(self.spec, q_BTNH, k_BTKH, v_BTKH, microbatch.get("segments"), key))
+        y_BTNH = tap("attention.heads", attend(self.spec, q_BTNH, k_BTKH, v_BTKH, microbatch.get("segments"), key))
         return constrain(self._out(y_BTNH), None, "sequence", None)
 
     def extend(self, x_BTD: jax.Array, cache: Cache, start: jax.Array) -> tuple[jax.Array, Cache]:

@@ -20,7 +20,7 @@ from safetensors import safe_open
 import jaxpp
 import models
 import run
-from jaxpp import data, partition, train
+from jaxpp import data, feeds, partition
 from models import hf, mapping
 from models.generate import Sampling, generate
 
@@ -256,7 +256,7 @@ def test_an_exported_model_has_the_validation_loss_of_our_log(tmp_path: Path) ->
     logged = json.loads((tmp_path / "metrics.jsonl").read_text().splitlines()[-1])["val_loss"]
     model = transformers.GPT2LMHeadModel.from_pretrained(tmp_path / "theirs")
     total, count = 0.0, 0
-    for batch in data.validation_batches([data.default_corpus()[1]], 8, 2, 32, train.VALIDATION_BATCHES):
+    for batch in data.validation_batches([data.default_corpus()[1]], 8, 2, 32, feeds.VALIDATION_BATCHES):
         tokens, labels = (torch.tensor(batch[name].reshape(-1, 32)).long() for name in ("tokens", "labels"))
         with torch.no_grad():
             scores = model(tokens).logits.flatten(0, 1)

@@ -11,7 +11,7 @@ from hypothesis import strategies as st
 from tokenizers import AddedToken, Tokenizer, decoders, models, normalizers, pre_tokenizers, trainers
 
 import run
-from jaxpp import data, tokenize, tokenizer, train
+from jaxpp import data, feeds, tokenize, tokenizer
 from jaxpp.config import Config
 
 TEXT = bytes(data.default_corpus()[1]).decode()[:400_000] + "naïve 日本語 🙂🙂\n\n\nπ = 3.14159…\n"
@@ -233,19 +233,19 @@ def test_training_text_is_tokenized_once(folders: dict, tmp_path: Path, monkeypa
     (tmp_path / "a.txt").write_text(TEXT)
     config = Config(input_bin=(str(tmp_path / "a.txt"),))
     where = folders["byte level"]
-    (tokens,), (held_out,), said, end = train.load_corpus(config, 700, where)
+    (tokens,), (held_out,), said, end = feeds.load_corpus(config, 700, where)
     want = tokenizer.load(where)
     np.testing.assert_array_equal(np.concatenate((tokens, held_out)), [*want.encode(TEXT), want.end])
     assert end == want.end
     assert want.name in said
     monkeypatch.setattr(tokenize, "write", lambda *_: pytest.fail("tokenized again"))
-    (again,), *_ = train.load_corpus(config, 700, where)
+    (again,), *_ = feeds.load_corpus(config, 700, where)
     np.testing.assert_array_equal(again, tokens)
     monkeypatch.undo()
     monkeypatch.setenv("XDG_CACHE_HOME", str(tmp_path / "cache"))
-    train.load_corpus(config, 1000, folders["word pieces"])
+    feeds.load_corpus(config, 1000, folders["word pieces"])
     (tmp_path / "a.txt").write_text(TEXT + "x")
-    train.load_corpus(config, 700, where)
+    feeds.load_corpus(config, 700, where)
     assert len(list((tmp_path / "cache" / "jaxpp").iterdir())) == 3
 
 

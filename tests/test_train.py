@@ -12,7 +12,7 @@ import optax
 import pytest
 import reference
 
-from jaxpp import config, executor, mesh, optim, partition, train
+from jaxpp import config, executor, feeds, mesh, optim, partition, train
 from models import GPT2, GPT2Config
 
 MODEL = GPT2Config(vocab_size=97, positions=16, layers=4, dim=32, heads=2, std=0.1)
@@ -81,7 +81,7 @@ def test_a_step_needs_nothing_from_the_host(dropout: float) -> None:
 def test_validation_is_the_mean_over_all_tokens() -> None:
     run = make(pipeline_parallel=4)
     tokens = np.random.default_rng(0).integers(0, 97, 700).astype(np.uint16)
-    batches = list(train.evaluation_batches(run, train.Corpus((), (tokens,), "", None), 8))
+    batches = list(feeds.evaluation_batches(run.config, run.sizes, feeds.Corpus((), (tokens,), "", None), 8))
     state = train.initial_state(run, build)
     model = build(jax.random.key(0))
     whole = {name: jnp.concatenate([b[name] for b in batches]) for name in batches[0]}
