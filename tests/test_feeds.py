@@ -72,8 +72,8 @@ def run_all(folder: Path, files: dict[str, str], runs: list[list[str]]) -> Left:
     """Runs one after another, each going on where the one before was saved."""
     fed, at, out, last = [], data.Batches.at, io.StringIO(), {}
 
-    def record(self: data.Batches, step: int) -> dict[str, np.ndarray]:
-        batch = at(self, step)
+    def record(self: data.Batches, step: int, rows: slice = slice(None)) -> dict[str, np.ndarray]:
+        batch = at(self, step, rows)
         fed.append(batch["tokens"].reshape(-1, 16))
         return batch
 

@@ -35,7 +35,6 @@ def refusal(capsys: pytest.CaptureFixture, *arguments: str) -> str:
     [
         (["--dtype", "float8"], ["dtype='float8'", "float32, bfloat16, float16"]),
         (["--pipeline_dtype", "int8"], ["pipeline_dtype='int8'", "bfloat16"]),
-        (["--dtype", "float16"], ["65504", "use bfloat16"]),
         (["--total_batch_size", "1000"], ["1000", "2 x 1 x 64 = 128", "896 and 1024"]),
         (["--total_batch_size", "100"], ["100", "128"]),
         (["--schedule", "1f1"], ["did you mean '1f1b'"]),
@@ -319,7 +318,7 @@ def test_float16_trains_as_float32_does(tmp_path: Path) -> None:
     assert "loss_scale" not in found["float32"][0]
 
 
-@pytest.mark.parametrize(("first", "ends"), [(2.0**22, False), (1e30, True)])
+@pytest.mark.parametrize(("first", "ends"), [(2.0**22, False), (2.0**100, True)])
 def test_steps_that_overflow_are_skipped_and_counted(
     first: float, ends: bool, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: Any
 ) -> None:
