@@ -18,6 +18,7 @@ from jaxpp.remat import check_remat
 from jaxpp.schedules import SCHEDULES
 
 DECAY_STYLES = ("none", "constant", "linear", "cosine", "inverse-square-root")
+ZERO_GATHERS = ("step", "layer")
 OPTIMIZERS = ("adamw", "sgd")
 STARTS = ("model", "init_from", "llmc_filepath")  # each says which model is trained
 CARRIED = ("tokenizer", "dropout", "router_balance_loss", "router_z_loss")  # what a model's folder may have said
@@ -51,6 +52,9 @@ class Config:
     expert_parallel: int = option(1, "ranks that share the experts, each with rows of its own", int, least=1, most=4096)
     zero_stage: int = option(
         0, "over the replicas split 1: the optimizer's state, 2: gradients too, 3: parameters too", int, least=0, most=3
+    )
+    zero_gather: str = option(
+        "step", "when zero_stage=3 gathers parameters: once a step, or each layer's whenever it runs", str, ZERO_GATHERS
     )
     schedule: str | None = option(None, f"one of {', '.join(SCHEDULES)} (default: 1f1b, with chunks interleaved)")
     remat: str = option("dots", "what forward keeps for backward: full, none, dots, or a policy of JAX")
@@ -283,6 +287,8 @@ def check(config: Config, layers: int, positions: int) -> None:
         hint = nearest(config.schedule, SCHEDULES)
         raise ValueError(f"schedule={config.schedule!r} is unknown{hint} (one of {', '.join(SCHEDULES)})")
     check_remat(config.remat)
+    if config.zero_gather == "layer":
+        check_gather(config)
     if config.virtual_pipeline_parallel > 1 and not SCHEDULES[config.schedule_name].chunked:
         raise ValueError(
             f"schedule={config.schedule!r} has one chunk a stage, got virtual_pipeline_parallel="
@@ -304,6 +310,19 @@ def check(config: Config, layers: int, positions: int) -> None:
             f"sequence_length={config.sequence_length} is more than the {positions} positions of"
             f" the model: use at most --sequence_length {positions}"
         )
+
+
+def check_gather(config: Config) -> None:
+    """Check what gathering by layer needs. Raises ValueError."""
+    if config.zero_stage != 3:
+        raise ValueError(f"zero_gather='layer' is of zero_stage=3, got {config.zero_stage}: use --zero_stage 3")
+    if config.remat in ("none", "everything_saveable"):
+        raise ValueError(
+            f"zero_gather='layer' with remat={config.remat!r} would keep every gathered layer for the backward: use"
+            f" --remat dots"
+        )
+    if config.precision_check is not None:
+        raise ValueError("precision_check runs with remat none, which zero_gather='layer' cannot: use --zero_gather step")
 
 
 def check_split(config: Config, heads: int, hidden: int, experts: int, length: int) -> None:

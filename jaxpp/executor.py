@@ -268,7 +268,9 @@ def _reduce(pipeline: Pipeline, a: jax.Array, r: Rest) -> jax.Array:
     a = a if r.outer else a[None]
     padding = sharding.padding(r.names, r.shape, pipeline.mesh)
     a = a[tuple(slice(n - after) for n, (_, after) in zip(a.shape, padding, strict=True))]
-    left = r.summed(pipeline.mesh)
+    # A layer's gradient that was summed where the layer was gathered has its part already.
+    done = r.param if pipeline.zero_gather == "layer" and not r.outer else ()
+    left = tuple(x for x in r.summed(pipeline.mesh) if not any(x in partition.axes_of(entry) for entry in done))
     for dim, entry in enumerate(r.grad):
         for axis in partition.axes_of(entry):
             if axis in left:

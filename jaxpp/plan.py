@@ -63,7 +63,8 @@ def make_plan(run: Run, build: Build, per_host: int = 8) -> dict[str, Any]:
 def bytes_per_device(run: Run, spec: Placed, ring: Any, stream: Any) -> dict[str, int]:
     """Where a device's memory goes.
 
-    parameters: float32, at rest. compute_weights: their copy in the compute dtype. gradients: their accumulators.
+    parameters: float32, at rest. compute_weights: their copy in the compute dtype, of one chunk alone where layers are
+    gathered as they run (XLA gathers a slot's layers ahead of their use). gradients: their accumulators.
     optimizer: its moments. activations: the ring and the buffers in front of it. slot:
     the slot of the ring that is in use, beside it. logits: of a microbatch and their
     gradients, float32. total: all of these.
@@ -73,8 +74,12 @@ def bytes_per_device(run: Run, spec: Placed, ring: Any, stream: Any) -> dict[str
     pipeline, schedule, tensor = run.pipeline, run.pipeline.schedule, run.sizes.tensor
     rests = jax.tree.leaves(partition.rest(spec, run.mesh, run.config.zero_stage))
     parts = tensor if run.config.sequence_parallel else 1
-    held = lambda of: sum(prod(r.shape) // _ways(getattr(r, of), run.mesh) for r in rests)
-    computed = held("computed")
+    elements = lambda r, of: prod(r.shape) // _ways(getattr(r, of), run.mesh)
+    held = lambda of: sum(elements(r, of) for r in rests)
+    by_layer = pipeline.zero_gather == "layer"
+    share = schedule.chunks if by_layer else 1
+    computed = sum(elements(r, "computed") // (1 if r.outer else share) for r in rests)
+    summed = sum(elements(r, "grad" if by_layer and not r.outer else "computed") for r in rests)
     streams = {tuple(a.shape) for a in jax.tree.leaves(stream)}
     # What has the stream's shape is whole on every rank of tensor, all else is split over them.
     split = lambda a: _bytes(a) // (parts if tuple(a.shape[1:]) in streams else tensor)
@@ -87,7 +92,7 @@ def bytes_per_device(run: Run, spec: Placed, ring: Any, stream: Any) -> dict[str
     found = {
         "parameters": held("param") * size["param"],
         "compute_weights": computed * size["compute"],
-        "gradients": computed * size["accumulate"],
+        "gradients": summed * size["accumulate"],
         "optimizer": moments * held("moment") * size["param"],
         "activations": held_by_ring + buffers // parts,
         # A ring of one slot is not updated in place: as it is written, and as it is read.

@@ -8,13 +8,13 @@ M microbatches. "stream" is what blocks hand on (a pytree, usually x_BTD); "oute
 """
 
 from collections.abc import Callable
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from functools import partial
 from typing import Any, NamedTuple
 
 import jax
 import jax.numpy as jnp
-from jax.sharding import Mesh
+from jax.sharding import Mesh, PartitionSpec
 
 from jaxpp import partition, probe, remat, sharding, wire
 from jaxpp.losses import count_valid, token_loss, with_metrics
@@ -31,7 +31,8 @@ Tree = Any
 class Pipeline:
     """How a step is run; see `value_and_grad` for the fields.
 
-    zero_stage: see `partition.rest`. sequence_parallel: see `sharding`.
+    zero_stage: see `partition.rest`. zero_gather: when parameters that rest split over the replicas are gathered, "step"
+    or "layer": each layer's in every slot that runs it. sequence_parallel: see `sharding`.
     """
 
     schedule: Schedule
@@ -40,6 +41,7 @@ class Pipeline:
     remat: str = "dots"
     loss: Callable = token_loss
     zero_stage: int = 0
+    zero_gather: str = "step"
     sequence_parallel: bool = False
     probe: Probe | None = None  # needs remat="none": a policy would run a layer, and its taps, twice
 
@@ -54,7 +56,8 @@ class Context(NamedTuple):
     """What every slot of a rank sees; built once a step, before the scan.
 
     rest: see `partition.rest`. uneven: some places hold no layer. batch: this data rank's [M, B, ...]. key: of the
-    step, or None. weights: K modules, leaves [C, ...], outer: embedding and head, both in the compute dtype.
+    step, or None. weights: K modules, leaves [C, ...], outer: embedding and head, both in the compute dtype and whole;
+    weights that are gathered by layer are as they rest, see `whole`.
     counts, first: int32 [C], layers of each chunk and the first one's index. count: float32 [], valid tokens of all
     microbatches and data ranks. scale: float32 [], of the loss, or None.
     """
@@ -75,6 +78,12 @@ class Context(NamedTuple):
         if self.pipeline.schedule.chunks == 1:
             return jax.tree.map(lambda a: a[0], self.weights)
         return jax.tree.map(lambda a: at(a, c), self.weights)
+
+    def whole(self, block: Any) -> Any:
+        """A layer as it computes, from one of `chunk_weights`."""
+        if self.pipeline.zero_gather == "step":
+            return block
+        return jax.tree.map(partial(fetch, self.pipeline), block, self.rest.blocks[0])
 
     def known(self, c: jax.Array, m: jax.Array) -> list:
         """(microbatch, key) for the layer of each place: what the B slot can build again."""
@@ -130,7 +139,9 @@ def make_context(
         uneven=len(set(params.layout.layers)) > 1,
         batch=batch,
         key=key,
-        weights=jax.tree.map(ready, params.blocks, rest.blocks),
+        weights=jax.tree.map(
+            ready if pipeline.zero_gather == "step" else lambda a, _: a[0], params.blocks, rest.blocks
+        ),
         outer=jax.tree.map(ready, params.outer, rest.outer),
         counts=chunk_table["count"][0],
         first=chunk_table["first"][0],
@@ -141,12 +152,37 @@ def make_context(
 
 def gather(a: jax.Array, r: Rest) -> jax.Array:
     """A parameter as the step computes with it, from the part that rests on this rank."""
-    for dim, entry in enumerate(r.param):
-        owners = (r.owner(dim), None if r.outer else PIPE)
-        over = tuple(axis for axis in partition.axes_of(entry) if axis in MANUAL and axis not in owners)
-        if over:
-            a = jax.lax.all_gather(a, over, axis=dim, tiled=True)
+    for dim, over in gathered(r):
+        a = jax.lax.all_gather(a, over, axis=dim, tiled=True)
     return a
+
+
+def fetch(pipeline: Pipeline, a: jax.Array, r: Rest) -> jax.Array:
+    """`gather` of one layer's parameter, cast to the compute dtype; its gradient is summed, in the reduce dtype, to where
+    the parameter rests."""
+    compute, reduce = jnp.dtype(pipeline.precision.compute), pipeline.precision.reduce
+    lead = len(r.shape) - a.ndim
+    layer = replace(r, shape=r.shape[lead:], param=PartitionSpec(*r.param[lead:]))
+
+    @jax.custom_vjp
+    def whole(a: jax.Array) -> jax.Array:
+        return sharding.constrain_leaf(gather(cast(a, compute), layer), r.names)
+
+    def back(_: None, g: jax.Array) -> tuple[jax.Array]:
+        g = g.astype(reduce)
+        for dim, over in gathered(layer):
+            g = jax.lax.psum_scatter(g, over, scatter_dimension=dim, tiled=True)
+        return (g.astype(a.dtype),)
+
+    whole.defvjp(lambda a: (whole(a), None), back)
+    return whole(a)
+
+
+def gathered(r: Rest) -> list[tuple[int, tuple[str, ...]]]:
+    """(dim, manual axes) over which a parameter that rests in parts is gathered."""
+    owners = lambda dim: (r.owner(dim), None if r.outer else PIPE)
+    over = lambda dim, entry: tuple(x for x in partition.axes_of(entry) if x in MANUAL and x not in owners(dim))
+    return [(dim, axes) for dim, entry in enumerate(r.param) if (axes := over(dim, entry))]
 
 
 class Shapes(NamedTuple):
@@ -159,9 +195,9 @@ class Shapes(NamedTuple):
     metrics: dict[str, Any]
 
 
-def _layer(pipeline: Pipeline) -> Callable:
-    call = partial(probe.call, pipeline.probe)
-    return remat.checkpointed(lambda block, stream, known: call(block, stream, *known), pipeline.remat)
+def _layer(ctx: Context) -> Callable:
+    call = partial(probe.call, ctx.pipeline.probe)
+    return remat.checkpointed(lambda block, stream, known: call(ctx.whole(block), stream, *known), ctx.pipeline.remat)
 
 
 def make_shapes(ctx: Context) -> Shapes:
@@ -177,10 +213,10 @@ def make_shapes(ctx: Context) -> Shapes:
             )
     chunk = jax.eval_shape(lambda w: at(w, 0), weights)
     for k, block in enumerate(chunk):
-        out = jax.eval_shape(lambda b, x, *known: b(x, *known), block, stream, microbatch, key)
+        out = jax.eval_shape(lambda b, x, *known: ctx.whole(b)(x, *known), block, stream, microbatch, key)
         wire.check(stream, out, f"of block {k} (a block keeps the shapes and dtypes of its input)")
     known = (probe.mark_spec(pipeline.probe, microbatch), key)
-    templates = [remat.template(_layer(pipeline), block, stream, known) for block in chunk]
+    templates = [remat.template(_layer(ctx), block, stream, known) for block in chunk]
     kept = stream if pipeline.remat == "full" else [t.kept for t in templates]
     slots = pipeline.schedule.ring_slots
     ring = jax.tree.map(lambda a: jax.ShapeDtypeStruct((slots, *a.shape), a.dtype), kept)
@@ -216,7 +252,7 @@ def cast_like(tree: Tree, spec: Tree) -> Tree:
 
 def _chunk_forward(ctx: Context, weights: list, known: list, count: jax.Array, stream: Tree) -> tuple[Tree, list]:
     """Run a chunk's layers; returns the new stream and what each place keeps."""
-    layer, kept = _layer(ctx.pipeline), []
+    layer, kept = _layer(ctx), []
     for block, had in zip(weights, known, strict=True):
 
         def run(block: Any, stream: Tree, had: tuple) -> tuple[Tree, list]:
@@ -296,10 +332,10 @@ def plain_forward(ctx: Context, c: jax.Array, m: jax.Array, stream: Tree) -> Tre
     """A chunk's forward that keeps nothing."""
     for k, (block, known) in enumerate(zip(ctx.chunk_weights(c), ctx.known(c, m), strict=True)):
         if ctx.uneven:
-            run = lambda b, x, had: b(x, *had)
+            run = lambda b, x, had: ctx.whole(b)(x, *had)
             stream = sharding.cond(k < ctx.counts[c], run, lambda b, x, had: x, block, stream, known)
         else:
-            stream = block(stream, *known)
+            stream = ctx.whole(block)(stream, *known)
     return stream
 
 

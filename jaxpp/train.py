@@ -70,7 +70,7 @@ class Run:
         c, s = self.config, self.sizes
         chosen = precision.resolve(c.dtype, c.pipeline_dtype, c.grad_pipeline_dtype, c.fp32_residual)
         table = schedules.build(c.schedule_name, s.pipe, s.microbatches, c.virtual_pipeline_parallel)
-        more = {"zero_stage": c.zero_stage, "sequence_parallel": c.sequence_parallel}
+        more = {name: getattr(c, name) for name in ("zero_stage", "zero_gather", "sequence_parallel")}
         if self.recorder is None:
             return Pipeline(table, self.mesh, chosen, c.remat, self.loss, **more)
         probe = Probe(self.recorder.check.level, self.recorder)

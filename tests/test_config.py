@@ -217,6 +217,20 @@ def test_words_that_are_refused(words, said):
     assert said in str(error.value) and "\n" not in str(error.value)
 
 
+@pytest.mark.parametrize(
+    ("options", "said"),
+    [
+        ({"zero_stage": 2}, "zero_stage=3, got 2: use --zero_stage 3"),
+        ({"zero_stage": 3, "remat": "none"}, "use --remat dots"),
+        ({"zero_stage": 3, "precision_check": "level=1"}, "use --zero_gather step"),
+    ],
+)
+def test_what_gathering_by_layer_needs(options, said):
+    with pytest.raises(ValueError, match=said):
+        check(Config(zero_gather="layer", **options), layers=8, positions=256)
+    check(Config(zero_gather="layer", zero_stage=3), layers=8, positions=256)
+
+
 def test_more_microbatches_than_a_schedule_has():
     most = MOST_MICROBATCHES * 128
     assert sizes(Config(total_batch_size=most), layers=8, positions=256).microbatches == MOST_MICROBATCHES

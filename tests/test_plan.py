@@ -87,6 +87,16 @@ def test_optimizer_and_recomputation_count(make):
     assert full["activations"] < adamw["activations"] < none["activations"]
 
 
+def test_gathering_by_layer_counts(make):
+    """Over 4 replicas a quarter of the blocks' gradients, and one of two chunks of their weights."""
+    words = ["--pipeline_parallel", "2", "--virtual_pipeline_parallel", "2", "--data_parallel", "4", "--zero_stage", "3"]
+    step, layer = (make(*words, "--zero_gather", gather)["bytes_per_device"] for gather in ("step", "layer"))
+    matrices = 4 * 12 * 128**2  # of two chunks of two layers; norms and biases are too small to be split
+    assert step["gradients"] - layer["gradients"] == 4 * matrices * 3 // 4
+    assert step["compute_weights"] - layer["compute_weights"] == pytest.approx(2 * matrices // 2, rel=0.02)
+    assert step["parameters"] == layer["parameters"]
+
+
 def test_activations_do_not_grow_with_microbatches(make):
     few, many = (make("--total_batch_size", str(128 * m))["bytes_per_device"] for m in (8, 64))
     assert few == many
