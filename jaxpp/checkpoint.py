@@ -104,6 +104,11 @@ class Saver:
             self._thread = threading.Thread(target=run, name="checkpoint")
             self._thread.start()
 
+    @property
+    def writing(self) -> bool:
+        """Whether a checkpoint is being written."""
+        return self._thread is not None and self._thread.is_alive()
+
     def wait(self) -> None:
         """Wait until nothing is being written. Raises what went wrong while writing."""
         if self._thread is not None:

@@ -322,7 +322,7 @@ def check_gather(config: Config) -> None:
             f" --remat dots"
         )
     if config.precision_check is not None:
-        raise ValueError("precision_check runs with remat none, which zero_gather='layer' cannot: use --zero_gather step")
+        raise ValueError("precision_check needs remat none, which zero_gather='layer' cannot: use --zero_gather step")
 
 
 def check_split(config: Config, heads: int, hidden: int, experts: int, length: int) -> None:

@@ -31,8 +31,8 @@ Tree = Any
 class Pipeline:
     """How a step is run; see `value_and_grad` for the fields.
 
-    zero_stage: see `partition.rest`. zero_gather: when parameters that rest split over the replicas are gathered, "step"
-    or "layer": each layer's in every slot that runs it. sequence_parallel: see `sharding`.
+    zero_stage: see `partition.rest`. zero_gather: when parameters that rest split over the replicas are gathered,
+    "step", or "layer": each layer's in every slot that runs it. sequence_parallel: see `sharding`.
     """
 
     schedule: Schedule
@@ -158,8 +158,8 @@ def gather(a: jax.Array, r: Rest) -> jax.Array:
 
 
 def fetch(pipeline: Pipeline, a: jax.Array, r: Rest) -> jax.Array:
-    """`gather` of one layer's parameter, cast to the compute dtype; its gradient is summed, in the reduce dtype, to where
-    the parameter rests."""
+    """`gather` of one layer's parameter, cast to the compute dtype; its gradient is summed to where the parameter
+    rests, in the reduce dtype."""
     compute, reduce = jnp.dtype(pipeline.precision.compute), pipeline.precision.reduce
     lead = len(r.shape) - a.ndim
     layer = replace(r, shape=r.shape[lead:], param=PartitionSpec(*r.param[lead:]))

@@ -318,7 +318,8 @@ def train(run: Run, build: Build, feeds: Feeds, log: Log, hooks: Hooks = Hooks()
         for text, epoch in feeds.batches.epochs_begun(i):
             name = f" of {config.input_bin[text]}" if config.input_bin and len(config.input_bin) > 1 else ""
             log.say(f"epoch {epoch + 1}{name} begins with step {i + 1}")
-        with jax.profiler.StepTraceAnnotation("train", step_num=i + 1):
+        # Nothing may pass between host and device unasked: it would make one wait for the other.
+        with jax.profiler.StepTraceAnnotation("train", step_num=i + 1), jax.transfer_guard("disallow"):
             batch = put_batch(run, feeds.batches.at(i, rows), rows)
             state, metrics = step(state, batch)
         last, stopping = i + 1 == config.num_iteration, hooks.stop(i + 1)

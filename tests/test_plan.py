@@ -89,8 +89,10 @@ def test_optimizer_and_recomputation_count(make):
 
 def test_gathering_by_layer_counts(make):
     """Over 4 replicas a quarter of the blocks' gradients, and one of two chunks of their weights."""
-    words = ["--pipeline_parallel", "2", "--virtual_pipeline_parallel", "2", "--data_parallel", "4", "--zero_stage", "3"]
-    step, layer = (make(*words, "--zero_gather", gather)["bytes_per_device"] for gather in ("step", "layer"))
+    words = ["--pipeline_parallel", "2", "--virtual_pipeline_parallel", "2", "--data_parallel", "4"]
+    step, layer = (
+        make(*words, "--zero_stage", "3", "--zero_gather", gather)["bytes_per_device"] for gather in ("step", "layer")
+    )
     matrices = 4 * 12 * 128**2  # of two chunks of two layers; norms and biases are too small to be split
     assert step["gradients"] - layer["gradients"] == 4 * matrices * 3 // 4
     assert step["compute_weights"] - layer["compute_weights"] == pytest.approx(2 * matrices // 2, rel=0.02)
