@@ -10,7 +10,7 @@ import jax
 import jax.numpy as jnp
 from jax.sharding import PartitionSpec
 
-from jaxpp import executor, partition, render, schedules, wire
+from jaxpp import executor, losses, partition, render, schedules, wire
 from jaxpp.mesh import count
 from jaxpp.partition import Placed
 from jaxpp.train import Build, Run, parameter_count, placed_spec
@@ -66,8 +66,8 @@ def bytes_per_device(run: Run, spec: Placed, ring: Any, stream: Any) -> dict[str
     parameters: float32, at rest. compute_weights: their copy in the compute dtype, of one chunk alone where layers are
     gathered as they run (XLA gathers a slot's layers ahead of their use). gradients: their accumulators.
     optimizer: its moments. activations: the ring and the buffers in front of it. slot:
-    the slot of the ring that is in use, beside it. logits: of a microbatch and their
-    gradients, float32. total: all of these.
+    the slot of the ring that is in use, beside it. logits: of a microbatch, or of a chunk of its tokens where the loss
+    is taken so, and their gradients, float32. total: all of these.
 
     Args: spec, of the placed parameters; ring and stream, of one rank, see `executor.workspace_spec`.
     """
@@ -86,6 +86,8 @@ def bytes_per_device(run: Run, spec: Placed, ring: Any, stream: Any) -> dict[str
     buffers = schedule.forward_inbox * _bytes(wire.on_wire(pipeline.wire, stream))
     buffers += (schedule.backward_inbox + schedule.output_slots) * _bytes(stream)
     logits = jax.eval_shape(lambda head, embed, x: head(x, embed), spec.head, spec.embed, stream)
+    tokens, vocab = prod(logits.shape[:-1]), logits.shape[-1]
+    chunk = losses.CHUNK if losses.in_chunks(spec.head, stream, tokens) else tokens
     moments = {"adamw": 2, "sgd": 0}[run.config.optimizer]
     size = {name: jnp.dtype(getattr(pipeline.precision, name)).itemsize for name in ("param", "compute", "accumulate")}
     held_by_ring = sum(map(split, jax.tree.leaves(ring)))
@@ -97,7 +99,7 @@ def bytes_per_device(run: Run, spec: Placed, ring: Any, stream: Any) -> dict[str
         "activations": held_by_ring + buffers // parts,
         # A ring of one slot is not updated in place: as it is written, and as it is read.
         "slot": held_by_ring // schedule.ring_slots * (2 if schedule.ring_slots == 1 else 1),
-        "logits": 2 * _bytes(logits, "float32") // tensor,
+        "logits": 2 * 4 * min(chunk, tokens) * vocab // tensor,
     }
     return found | {"total": sum(found.values())}
 

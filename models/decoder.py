@@ -117,9 +117,17 @@ class Head(nnx.Module):
             self.table = nnx.Param(normal(key, (config.vocab_size, config.dim), config.std), axes=("vocab", None))
         self.tied, self.vocab = config.tied, config.vocab_size
 
-    def __call__(self, x_BTD: Any, embed: Embed) -> jax.Array:
+    def factors(self, x_BTD: Any, embed: Embed) -> tuple[jax.Array, jax.Array]:
+        """What `logits` takes: the normalised stream, and the table of the vocabulary [V, D]."""
         table_VD = embed.tokens[...] if self.tied else self.table[...]
-        return tap("logits", logits(self.norm(x_BTD), table_VD, self.vocab))
+        return constrain(self.norm(x_BTD), None, None, None), table_VD
+
+    def logits(self, x_BTD: jax.Array, table_VD: jax.Array) -> jax.Array:
+        """The last product, [B, T, V]."""
+        return logits(x_BTD, table_VD, self.vocab)
+
+    def __call__(self, x_BTD: Any, embed: Embed) -> jax.Array:
+        return tap("logits", self.logits(*self.factors(x_BTD, embed)))
 
 
 class Decoder(nnx.Module):

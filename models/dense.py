@@ -29,7 +29,7 @@ def project(x: jax.Array, w: jax.Array, summed: int = 1) -> jax.Array:
 
 def logits(x_BTD: jax.Array, table_VD: jax.Array, vocab: int) -> jax.Array:
     """Logits of a table's rows, [B, T, V]. Those that only pad the vocabulary (see `sharding.padding`) are -inf."""
-    logits_BTV = constrain(project(constrain(x_BTD, None, None, None), table_VD.T), None, None, "vocab")
+    logits_BTV = constrain(project(x_BTD, table_VD.T), None, None, "vocab")
     if len(table_VD) == vocab:
         return logits_BTV
     return jnp.where(jnp.arange(len(table_VD)) < vocab, logits_BTV, -jnp.inf)

@@ -71,8 +71,8 @@ class MixtralBlock(Block):
 class MixtralHead(Head):
     """The head reads x_BTD of the stream."""
 
-    def __call__(self, stream: dict, embed: Embed) -> jax.Array:
-        return super().__call__(stream["x"], embed)
+    def factors(self, stream: dict, embed: Embed) -> tuple[jax.Array, jax.Array]:
+        return super().factors(stream["x"], embed)
 
 
 class Mixtral(Decoder):

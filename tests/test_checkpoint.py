@@ -28,7 +28,8 @@ LAYOUTS = {
     "4": ["--pipeline_parallel", "4"],
     "2x2 chunks": ["--pipeline_parallel", "2", "--virtual_pipeline_parallel", "2"],
     "3, uneven": ["--pipeline_parallel", "3"],
-    "2 x 2 replicas": ["--pipeline_parallel", "2", "--data_parallel", "2"],
+    "2 x 2 replicas": ["--pipeline_parallel", "2", "--data_parallel", "2", "--zero_stage", "1"],
+    "2 x 2 of tensor": ["--pipeline_parallel", "2", "--tensor_parallel", "2"],
 }
 
 
@@ -61,21 +62,24 @@ def test_any_layout_goes_on(layout: str, saved: tuple[Path, list[dict]], tmp_pat
     assert found[-1]["val_loss"] == pytest.approx(want[-1]["val_loss"], rel=1e-5)
 
 
-@pytest.mark.parametrize(("stages", "chunks", "data"), [(1, 1, 1), (2, 1, 2), (2, 2, 1), (3, 1, 1)])
-def test_arrays_are_equal_in_any_layout(stages: int, chunks: int, data: int, saved: tuple) -> None:
+@pytest.mark.parametrize(
+    ("stages", "chunks", "data", "tensor"), [(1, 1, 1, 1), (2, 1, 2, 1), (2, 2, 1, 1), (3, 1, 1, 1), (2, 1, 1, 2)]
+)
+def test_arrays_are_equal_in_any_layout(stages: int, chunks: int, data: int, tensor: int, saved: tuple) -> None:
     """Parameters and both moments, leaf by leaf, and the step, bit by bit."""
     found = checkpoint.latest(str(saved[0]))
     assert found and found.step == 5
     build = partial(models.build, config=models.from_json(found.info["model"]))
     layout, one = partition.split_layers(8, stages, chunks), partition.split_layers(8, 1)
-    mesh = jaxpp.make_mesh(pipe=stages, data=data)
+    mesh = jaxpp.make_mesh(pipe=stages, data=data, tensor=tensor)
     spec, want_spec = (
         jax.eval_shape(lambda at=at: partition.stack(build(jax.random.key(0)), at)) for at in (layout, one)
     )
     rest = partition.shardings(spec, mesh)
+    moments = partition.shardings(spec, mesh, 1, "moment")
     everywhere = jax.sharding.NamedSharding(mesh, jax.sharding.PartitionSpec())
     scalar = jax.ShapeDtypeStruct((), jnp.int32)
-    tree = checkpoint.restore(found, (spec, scalar, spec, spec), (rest, everywhere, rest, rest))
+    tree = checkpoint.restore(found, (spec, scalar, spec, spec), (rest, everywhere, moments, moments))
     single = partition.shardings(want_spec, jaxpp.make_mesh())
     want = checkpoint.restore(found, (want_spec, scalar, want_spec, want_spec), (single, everywhere, single, single))
     assert int(tree[1]) == 5

@@ -99,6 +99,13 @@ def test_gathering_by_layer_counts(make):
     assert step["parameters"] == layer["parameters"]
 
 
+def test_logits_are_of_a_chunk_where_there_are_many(make):
+    """2 and 16 rows of 1024 tokens: of them 4096 at a time, float32, and their gradients."""
+    words = ["--model", "gpt2", "--sequence_length", "1024", "--batch_size"]
+    few, many = (make(*words, rows)["bytes_per_device"]["logits"] for rows in ("2", "16"))
+    assert (few, many) == (8 * 2048 * 50257, 8 * 4096 * 50257)
+
+
 def test_activations_do_not_grow_with_microbatches(make):
     few, many = (make("--total_batch_size", str(128 * m))["bytes_per_device"] for m in (8, 64))
     assert few == many
