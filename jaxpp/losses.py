@@ -34,7 +34,8 @@ def token_loss(head: Any, embed: Any, stream: Any, microbatch: dict[str, jax.Arr
     labels_BT = microbatch["labels"]
     if not in_chunks(head, stream, labels_BT.size):
         return cross_entropy(head(stream, embed), labels_BT)
-    return chunked_cross_entropy(head.logits, *head.factors(stream, embed), labels_BT)
+    x_BTD, table_VD = head.factors(stream, embed)
+    return chunked_cross_entropy(head.logits, x_BTD, table_VD, labels_BT)
 
 
 def in_chunks(head: Any, stream: Any, tokens: int) -> bool:
