@@ -51,12 +51,23 @@ from jaxpp import (
 from jaxpp import config as options
 from jaxpp.config import Config, EvalConfig, ExportConfig, GenerateConfig, PlanConfig
 from jaxpp.options import check_ranges, parse
-from models import flops, hf
+from models import flops, hf, peft
 from models.attention import kernel
 from models.generate import Sampling, generate
+from models.opened import (
+    DEFAULT_MODEL,
+    adapters_in,
+    builder,
+    open_base,
+    open_model,
+    open_source,
+    spec_of,
+    tokenizer_in,
+    trained_type,
+    with_adapters,
+)
 
 SAMPLE_TOKENS = 160
-DEFAULT_MODEL = "gpt2-tiny"
 OF_THE_MODEL = {"dropout": "dropout", "router_balance_loss": "balance_loss", "router_z_loss": "z_loss"}
 
 
@@ -74,22 +85,22 @@ def start_of(config: Config) -> Start:
     options.check_start(config)
     found, source = train.find_checkpoint(config), None
     if found:
-        saved = models.from_json(found.info["model"])
-        model = saved if config.model is None else models.config_of(config.model)
+        model = models.from_json(found.info["model"])
+        adapters, moved = model.lora, config.init_from
+        if adapters is None and config.model is not None:
+            model = models.config_of(config.model)
         config = options.going_on(config, found.info["options"])
+        if adapters:  # their base is where it was, or where the command line says that it is now
+            config = config if moved is None else dataclasses.replace(config, init_from=moved, llmc_filepath=None)
+            base, source = open_base(config, model)
+            model = dataclasses.replace(base, lora=adapters)
     else:
         source = open_source(config)
         model = source.config if source else models.config_of(config.model or DEFAULT_MODEL)
     if source and source.warning and config.dropout is None:
         warnings.warn(source.warning, stacklevel=1)
+    config, model = with_adapters(config, model, config.load if found else None)
     return Start(*with_options(config, model), source, found)
-
-
-def open_source(config: Config) -> hf.Source | None:
-    """The weights that --init_from or --llmc_filepath name, or None. Raises ValueError."""
-    if config.init_from is not None:
-        return hf.open_folder(config.init_from)
-    return hf.open_llmc(config.llmc_filepath) if config.llmc_filepath is not None else None
 
 
 def with_options(config: Config, model: models.ModelConfig) -> tuple[Config, models.ModelConfig]:
@@ -111,11 +122,6 @@ def check_split(config: Config, model: models.ModelConfig, sizes: options.Sizes)
     """Check that a model divides over the ranks that share its layers. Raises ValueError."""
     hidden = model.hidden or 4 * model.dim
     options.check_split(config, model.attention.heads, hidden, getattr(model, "experts", 0), sizes.length)
-
-
-def builder(model: models.ModelConfig) -> train.Build:
-    """A function key -> model."""
-    return lambda key: models.build(key, model)
 
 
 def start_devices(config: Config) -> int:
@@ -142,15 +148,18 @@ def lay_out(config: Config, model: models.ModelConfig) -> tuple[models.ModelConf
     return dataclasses.replace(model, cudnn=gpus > 0), sizes, grid
 
 
-def describe(run: train.Run, model: models.ModelConfig, corpus: str, parameters: int) -> str:
+def describe(run: train.Run, model: models.ModelConfig, corpus: str) -> str:
     """The first line: what is trained, on what, how it is split."""
+    trained, base = (0 if h is None else train.parameter_count(h) for h in train.halves_spec(run, builder(model)))
+    adapters = f", of which {trained:,} are trained in adapters and {base:,} frozen" if base else ""
     c, s, device = run.config, run.sizes, jax.devices()[0]
     kind = f"{len(jax.devices())} emulated CPU devices" if device.platform == "cpu" else f"{device.device_kind}"
     chunks = f" x {c.virtual_pipeline_parallel} chunks" if c.virtual_pipeline_parallel > 1 else ""
     others = "".join(f" x {n} {axis}" for axis, n in s.mesh.items() if n > 1 and axis not in (mesh.PIPE, mesh.DATA))
     name = c.init_from or c.llmc_filepath or c.model or DEFAULT_MODEL
     return (
-        f"training {name} ({parameters / 1e6:.1f}M parameters) on {corpus}: {c.schedule_name} over {s.pipe} stages"
+        f"training {name} ({(trained + base) / 1e6:.1f}M parameters{adapters}) on {corpus}: {c.schedule_name} over"
+        f" {s.pipe} stages"
         f"{chunks} x {s.data} replicas{others}, {s.microbatches} microbatches of {s.rows} x {s.length} tokens,"
         f" {c.dtype} with {run.pipeline.precision.wire} on the wire, {c.num_iteration} steps, {kind},"
         f" {kernel(model.attention, jax.numpy.dtype(c.dtype), model.dropout > 0)} attention"
@@ -171,6 +180,7 @@ def run_train(config: Config) -> None:
         model=models.to_json(model),
         flops_per_token=flops.per_token(model, sizes.length),
         recorder=recorder_of(config, sizes),
+        trained=trained_type(model),
     )
     corpus = feeds.load_corpus(config, model.vocab_size, config.tokenizer)
     fed = feeds.make_feeds(config, sizes, corpus)
@@ -179,10 +189,13 @@ def run_train(config: Config) -> None:
         train.check_checkpoint(run, found)
     build = builder(model)
     if source:
-        hf.check_source(source, train.placed_spec(run, build))
+        hf.check_source(source, spec_of(dataclasses.replace(model, lora=None)))
+    started = config.lora_load_path is not None and not found
+    adapters = adapters_in(config.lora_load_path or "", model) if started else None
     resolved = describe_options(config, sizes)
-    if config.save:
-        checkpoint.check_writable(config.save)
+    for option in ("save", "lora_save_path"):
+        if getattr(config, option):
+            checkpoint.check_writable(getattr(config, option), option)
     stop = on_sigterm() if config.save else lambda step: False
     done, quiet = found.step if found else 0, jax.process_index() > 0
     if run.recorder:
@@ -192,16 +205,28 @@ def run_train(config: Config) -> None:
             log.path.with_name("config.toml").write_text(resolved, encoding="utf-8")
         if config.load:
             log.say(f"going on from {found.path}" if found else f"{config.load} has no checkpoint yet: starting anew")
-        log.say(describe(run, model, corpus.said, train.parameter_count(train.placed_spec(run, build))))
+        log.say(describe(run, model, corpus.said))
         if run.recorder:
             log.say(f"precision check: tensors are recorded in {run.recorder.folder}, with remat none")
         sample = sampler(run, model, corpus.validation[0], log)
         read = partial(hf.assemble, source) if source else None
-        hooks = train.Hooks(sample, read, found, stop)
-        train.train(run, build, fed, log, hooks)
+        read_trained = partial(partition.assemble, weight=adapters) if adapters else None
+        hooks = train.Hooks(sample, read, read_trained, found, stop)
+        state = train.train(run, build, fed, log, hooks)
+        if config.lora_save_path:
+            write_adapters(config, model, state.params)
+            log.say(f"adapters are in {config.lora_save_path}")
         if config.save:
             log.say(f"checkpoints are in {config.save}")
         log.say(f"metrics are in {log.path}")
+
+
+def write_adapters(config: Config, model: models.ModelConfig, params: partition.Placed) -> None:
+    """Write the adapters in PEFT's format, process 0 alone; all give it their parts."""
+    held = checkpoint.host_arrays((params,))["0"]
+    if jax.process_index() == 0:
+        weight = lambda part, path, layer: held[part][path][str(layer)]
+        peft.write(config.lora_save_path or "", model, weight, config.init_from)
 
 
 def recorder_of(config: Config, sizes: options.Sizes) -> records.Recorder | None:
@@ -226,11 +251,6 @@ def on_sigterm() -> Callable[[int], bool]:
     came = threading.Event()
     signal.signal(signal.SIGTERM, lambda *_: came.set())
     return lambda step: came.is_set()
-
-
-def tokenizer_in(folder: str | None) -> str | None:
-    """A folder that has a tokenizer, or None."""
-    return folder if folder is not None and (Path(folder) / "tokenizer.json").is_file() else None
 
 
 def sampler(
@@ -259,7 +279,7 @@ def run_generate(config: GenerateConfig) -> None:
     if config.load is None or not config.prompt:
         raise ValueError("generate needs --load FOLDER and --prompt TEXT, for example --load model --prompt 'Once'")
     check_letters("prompt", config.prompt)
-    model, weight, where, *_ = open_model(config.load)
+    model, weight, where, *_ = open_model(config.load, config.lora_load_path)
     text_of = tokenizer.load(config.tokenizer or where)
     prompt = text_of.encode(config.prompt)
     if not 0 < len(prompt) < model.positions:
@@ -296,44 +316,11 @@ def check_letters(name: str, text: str) -> None:
         ) from None
 
 
-class Opened(NamedTuple):
-    """A trained model: its config, its weights, where its tokenizer is, the Hugging Face folder it began as, and what
-    a checkpoint says of its run (see `train.describe_run`), or nothing."""
-
-    model: models.ModelConfig
-    weight: hf.Weight
-    tokenizer: str | None
-    origin: str | None
-    info: dict[str, Any]
-
-
-def open_model(folder: str) -> Opened:
-    """The model in a Hugging Face folder, or of the newest checkpoint in a folder of them.
-
-    Raises ValueError where it is neither.
-    """
-    if (Path(folder) / "config.json").is_file():
-        source = hf.open_folder(folder, "load")
-        return Opened(source.config, hf.source_weight(source, spec_of(source.config)), tokenizer_in(folder), folder, {})
-    found = checkpoint.latest(folder)
-    if found is None:
-        raise ValueError(f"load={folder!r} has neither a config.json nor a checkpoint: give a folder that has")
-    model, given = models.from_json(found.info["model"]), found.info["options"]
-    weight = checkpoint.weights(found, 0, model.layers)
-    return Opened(model, weight, given["tokenizer"], given["init_from"] or given["tokenizer"], found.info)
-
-
-def spec_of(model: models.ModelConfig) -> partition.Placed:
-    """Shapes of a model's parameters on one stage."""
-    layout = partition.split_layers(model.layers, 1)
-    return jax.eval_shape(lambda: partition.stack(builder(model)(jax.random.key(0)), layout))
-
-
 def run_export(config: ExportConfig) -> None:
     """Write a Hugging Face folder, one tensor at a time."""
     if config.load is None or config.to is None:
         raise ValueError("export needs --load FOLDER and --to FOLDER, for example --load model --to exported")
-    model, weight, where, origin, _ = open_model(config.load)
+    model, weight, where, origin, _ = open_model(config.load, config.lora_load_path)
     for name, path in (("load", config.load), ("load began as", origin)):
         if path is not None and Path(path).is_dir() and Path(config.to).exists() and os.path.samefile(path, config.to):
             raise ValueError(
@@ -352,7 +339,7 @@ def run_eval(given: EvalConfig) -> None:
     check_ranges(given)
     if given.load is None:
         raise ValueError("eval needs --load FOLDER, for example --load model")
-    model, weight, origin, _, info = open_model(given.load)
+    model, weight, origin, _, info = open_model(given.load, given.lora_load_path)
     config = options.of_eval(given, info)
     model, sizes, grid = lay_out(config, model)
     run = train.make_run(config, sizes, grid, model.layers)
@@ -381,7 +368,8 @@ def run_plan(config: PlanConfig) -> None:
     sizes = options.sizes(resolved, model.layers, model.positions)
     check_split(resolved, model, sizes)
     grid = mesh.abstract_mesh(list(sizes.mesh.values()))
-    run = train.make_run(resolved, sizes, grid, model.layers, loss=models.training_loss(model))
+    more = {"loss": models.training_loss(model), "trained": trained_type(model)}
+    run = train.make_run(resolved, sizes, grid, model.layers, **more)
     found = plan.make_plan(run, builder(model), config.devices_per_host)
     if config.json:
         print(json.dumps(found))

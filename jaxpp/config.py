@@ -21,7 +21,9 @@ DECAY_STYLES = ("none", "constant", "linear", "cosine", "inverse-square-root")
 ZERO_GATHERS = ("step", "layer")
 OPTIMIZERS = ("adamw", "sgd")
 STARTS = ("model", "init_from", "llmc_filepath")  # each says which model is trained
-CARRIED = ("tokenizer", "dropout", "router_balance_loss", "router_z_loss")  # what a model's folder may have said
+# What a model's folder may have said.
+CARRIED = ("tokenizer", "dropout", "router_balance_loss", "router_z_loss", "lora_dropout")
+MERGED = "merge the adapters in this folder of PEFT's into the model of load"
 MOST_MICROBATCHES = 4096  # of a step; a table's row is a tick, and with more of them the tables take long to build
 
 
@@ -100,6 +102,20 @@ class Config:
     router_z_loss: float | None = option(
         None, "what the z-loss of routers is multiplied with, likewise", float, least=0
     )
+    lora_rank: int = option(0, "train adapters of this rank beside a frozen model, 0: train the model", int, least=0)
+    lora_alpha: float | None = option(
+        None, "the adapters' outputs are multiplied with this over their rank (default: the rank)", float, least=0
+    )
+    lora_dropout: float | None = option(
+        None, "dropout rate of the adapters' inputs (default: that of lora_load_path, or 0)", float
+    )
+    lora_target_modules: tuple[str, ...] | None = option(
+        None, "modules with an adapter, by PEFT's names, or all-linear (default: PEFT's for the model)", str, many=True
+    )
+    lora_load_path: str | None = option(
+        None, "start from the adapters in this folder of PEFT's; rank, alpha and modules are then the folder's"
+    )
+    lora_save_path: str | None = option(None, "folder to write the adapters to at the end, in PEFT's format")
     # A key holds 32 bits of the seed, and would drop the others without a word.
     seed: int = option(0, "of weights, data order and dropout", int, least=0, most=2**32 - 1)
     save: str | None = option(None, "folder for checkpoints, the last step's among them (default: none)")
@@ -122,6 +138,11 @@ class Config:
     )
     num_processes: int | None = option(None, "how many processes there are, likewise", int, least=1, most=65536)
     process_id: int | None = option(None, "which of them this one is, from 0, likewise", int, least=0, most=65535)
+
+    @property
+    def drops(self) -> bool:
+        """Whether a step needs a key, for dropout."""
+        return bool(self.dropout or self.lora_dropout)
 
     @property
     def scales_loss(self) -> bool:
@@ -155,6 +176,7 @@ class GenerateConfig:
     seed: int = option(0, "of the draws", int, least=0, most=2**32 - 1)
     dtype: str = option("float32", f"dtype of compute: {', '.join(DTYPES)}", str, DTYPES)
     tokenizer: str | None = option(None, "tokenizer.json or a folder that has one (default: that of load, or bytes)")
+    lora_load_path: str | None = option(None, MERGED)
 
 
 @dataclass(frozen=True)
@@ -185,6 +207,7 @@ class EvalConfig:
     expert_parallel: int | None = option(None, "ranks that share the experts", int, least=1)
     emulate_devices: int | None = option(None, "run on the CPU as this many devices", int, least=1, most=1024)
     json: bool = option(False, "print one JSON object: loss, perplexity, tokens", bool)
+    lora_load_path: str | None = option(None, MERGED)
 
 
 # What an evaluation takes over from the run that a checkpoint is of: all that changes the loss, nothing of the layout.
@@ -215,6 +238,7 @@ class ExportConfig:
     to: str | None = option(None, "folder to write")
     dtype: str = option("float32", f"dtype of the files: {', '.join(DTYPES)}", str, DTYPES)
     tokenizer: str | None = option(None, "folder whose tokenizer is copied (default: that of load)")
+    lora_load_path: str | None = option(None, MERGED)
 
 
 @dataclass(frozen=True)
@@ -281,8 +305,11 @@ def check(config: Config, layers: int, positions: int) -> None:
                 raise ValueError(
                     f"precision_check sees whole tensors, got {name}={getattr(config, name)}: use --{name} 1"
                 )
-    if config.dropout is not None and not 0 <= config.dropout < 1:
-        raise ValueError(f"dropout={config.dropout} must be in [0, 1), for example --dropout 0.1")
+    for name in ("dropout", "lora_dropout"):
+        rate = getattr(config, name)
+        if rate is not None and not 0 <= rate < 1:
+            raise ValueError(f"{name}={rate} must be in [0, 1), for example --{name} 0.1")
+    check_lora(config)
     if config.schedule is not None and config.schedule not in SCHEDULES:
         hint = nearest(config.schedule, SCHEDULES)
         raise ValueError(f"schedule={config.schedule!r} is unknown{hint} (one of {', '.join(SCHEDULES)})")
@@ -323,6 +350,15 @@ def check_gather(config: Config) -> None:
         )
     if config.precision_check is not None:
         raise ValueError("precision_check needs remat none, which zero_gather='layer' cannot: use --zero_gather step")
+
+
+def check_lora(config: Config) -> None:
+    """Check that no option is of adapters where none are asked for. Raises ValueError."""
+    for name in ("lora_alpha", "lora_dropout", "lora_target_modules", "lora_save_path"):
+        value = getattr(config, name)
+        if value is not None and not config.lora_rank and config.lora_load_path is None:
+            shown = " ".join(value) if isinstance(value, tuple) else value
+            raise ValueError(f"{name}={shown} is of adapters, and lora_rank=0 makes none: use --lora_rank 8")
 
 
 def check_split(config: Config, heads: int, hidden: int, experts: int, length: int) -> None:

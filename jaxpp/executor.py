@@ -82,18 +82,20 @@ def train_step(
     key: jax.Array | None = None,
     workspace: Tree | None = None,
     scale: jax.Array | None = None,
+    frozen: Placed | None = None,
 ) -> Result:
     """One forward and backward of a global batch; arguments as in `value_and_grad`.
 
     workspace: the previous step's, donated, so that the ring is not allocated anew; default a fresh one.
     scale: float32 [], what the loss is multiplied with before its gradients are taken, and they are divided by after.
+    frozen: the parameters that have no gradients, where `params` are the others of `partition.split`.
     """
     _check(pipeline, params, batch)
     if workspace is None:
-        workspace = new_workspace(pipeline, params, batch, key)
+        workspace = new_workspace(pipeline, params, batch, key, frozen)
     else:
         try:
-            wire.check(workspace_struct(pipeline, params, batch, key), workspace, "workspace")
+            wire.check(workspace_struct(pipeline, params, batch, key, frozen), workspace, "workspace")
         except ValueError as error:
             raise ValueError(f"the workspace is of another batch or pipeline: {error}") from None
     tables = (_by_name(pipeline.schedule.forward), _by_name(pipeline.schedule.backward))
@@ -101,7 +103,7 @@ def train_step(
     grads_spec = jax.tree.map(lambda r: partition.manual(r.grad), _rest(pipeline, params))
     out_specs = (PartitionSpec(), grads_spec, ring_spec)
     step = _mapped(pipeline, _train, out_specs)
-    losses, grads, workspace = step(params, batch, tables, (key, scale), workspace)
+    losses, grads, workspace = step(params, batch, tables, (key, scale), workspace, frozen)
     if scale is not None:
         grads = jax.tree.map(lambda g: g / scale, grads)
     return Result(jnp.sum(losses["loss"]), grads, losses["loss"], workspace, losses["metrics"])
@@ -117,7 +119,9 @@ def eval_step(pipeline: Pipeline, params: Placed, batch: dict[str, jax.Array]) -
     return _mapped(pipeline, _evaluate, specs)(params, batch, tables, (None, None), None)
 
 
-def workspace_spec(pipeline: Pipeline, params: Placed, batch: dict, key: Any = None) -> tuple[Tree, Tree]:
+def workspace_spec(
+    pipeline: Pipeline, params: Placed, batch: dict, key: Any = None, frozen: Placed | None = None
+) -> tuple[Tree, Tree]:
     """Shapes of one rank's ring and of the stream; arguments may be abstract, and the mesh too."""
     found = []
 
@@ -125,12 +129,14 @@ def workspace_spec(pipeline: Pipeline, params: Placed, batch: dict, key: Any = N
         found.append(shapes)
         return ctx.count
 
-    trace = lambda p, b, k: _mapped(pipeline, body, PartitionSpec())(p, b, (), (k, None), None)
-    jax.eval_shape(trace, params, batch, key)
+    trace = lambda p, b, k, f: _mapped(pipeline, body, PartitionSpec())(p, b, (), (k, None), None, f)
+    jax.eval_shape(trace, params, batch, key, frozen)
     return found[0].ring, found[0].stream
 
 
-def workspace_struct(pipeline: Pipeline, params: Placed, batch: dict, key: Any = None) -> Tree:
+def workspace_struct(
+    pipeline: Pipeline, params: Placed, batch: dict, key: Any = None, frozen: Placed | None = None
+) -> Tree:
     """Shapes and shardings of a ring for `train_step`, [ranks, slots, ...] over the ranks. Arguments may be abstract.
 
     None where layers are split over the tensor axis: the compiler then places the ring itself, inside the step.
@@ -139,13 +145,15 @@ def workspace_struct(pipeline: Pipeline, params: Placed, batch: dict, key: Any =
         return None
     ranks = count(pipeline.mesh, MANUAL)
     where = NamedSharding(pipeline.mesh, PartitionSpec(MANUAL))
-    ring, _ = workspace_spec(pipeline, params, batch, key)
+    ring, _ = workspace_spec(pipeline, params, batch, key, frozen)
     return jax.tree.map(lambda a: jax.ShapeDtypeStruct((ranks, *a.shape), a.dtype, sharding=where), ring)
 
 
-def new_workspace(pipeline: Pipeline, params: Placed, batch: dict, key: Any = None) -> Tree:
+def new_workspace(
+    pipeline: Pipeline, params: Placed, batch: dict, key: Any = None, frozen: Placed | None = None
+) -> Tree:
     """A ring of zeros, see `workspace_struct`."""
-    spec = workspace_struct(pipeline, params, batch, key)
+    spec = workspace_struct(pipeline, params, batch, key, frozen)
     make = lambda: jax.tree.map(lambda a: jnp.zeros(a.shape, a.dtype), spec)
     return jax.jit(make, out_shardings=jax.tree.map(lambda a: a.sharding, spec))()
 
@@ -155,17 +163,20 @@ def _rest(pipeline: Pipeline, params: Placed) -> Placed:
 
 
 def _mapped(pipeline: Pipeline, body: Callable, out_specs: Tree) -> Callable:
-    """body(context, shapes, tables, ring) on every rank, of (params, batch, tables, (key, scale), workspace)."""
+    """body(context, shapes, tables, ring) on every rank, of (params, batch, tables, (key, scale), workspace, frozen);
+    frozen, where given, as in `train_step`."""
 
-    def run(params: Placed, batch: dict, tables: tuple, given: tuple, workspace: Tree) -> Tree:
-        rest = _rest(pipeline, params)
+    def run(
+        params: Placed, batch: dict, tables: tuple, given: tuple, workspace: Tree, frozen: Placed | None = None
+    ) -> Tree:
+        rests = _rest(pipeline, params), None if frozen is None else _rest(pipeline, frozen)
 
-        def rank(params: Placed, batch: dict, tables: tuple, chunks: dict, given: tuple, ring: Tree) -> Tree:
-            ctx = slots.make_context(pipeline, rest, params, batch, chunks, *given)
+        def rank(halves: tuple, batch: dict, tables: tuple, chunks: dict, given: tuple, ring: Tree) -> Tree:
+            ctx = slots.make_context(pipeline, rests, halves, batch, chunks, *given)
             return body(ctx, slots.make_shapes(ctx), tables, ring)
 
         in_specs = (
-            jax.tree.map(lambda r: partition.manual(r.param), rest),
+            jax.tree.map(lambda r: partition.manual(r.param), rests),
             jax.tree.map(lambda a: PartitionSpec(None, ROWS, *(CONTEXT,) * (len(a.shape) > 2)), batch),
             jax.tree.map(lambda _: PartitionSpec(None, PIPE), tables),
             PartitionSpec(PIPE),
@@ -182,7 +193,7 @@ def _mapped(pipeline: Pipeline, body: Callable, out_specs: Tree) -> Callable:
             check_vma=False,
         )
         with sharding.use(pipeline.sequence_parallel):
-            return mapped(params, batch, tables, _chunk_table(params), given, workspace)
+            return mapped((params, frozen), batch, tables, _chunk_table(params), given, workspace)
 
     return run
 

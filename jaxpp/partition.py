@@ -17,6 +17,7 @@ from typing import Any, NamedTuple
 import jax
 import jax.numpy as jnp
 import numpy as np
+from flax import nnx
 from jax.sharding import Mesh, NamedSharding, PartitionSpec
 
 from jaxpp import sharding
@@ -140,6 +141,29 @@ def unstack(placed: Placed) -> Model:
         return jax.tree.map(lambda a: a[s, c], placed.blocks[k])
 
     return Model(placed.embed, [layer(i) for i in range(sum(layout.layers))], placed.head)
+
+
+def split(tree: Tree, trained: type | None) -> tuple[Tree, Tree]:
+    """Two trees of one structure: what is trained, and the frozen rest, with None where the other has a variable.
+
+    Args: trained, a type of NNX variables; None: all of them, and nothing is frozen: then the second tree is None.
+    """
+    if trained is None:
+        return tree, None
+    keep = lambda which: jax.tree.map(lambda v: v if isinstance(v, trained) == which else None, tree, is_leaf=_variable)
+    return keep(True), keep(False)
+
+
+def join(trained: Tree, frozen: Tree) -> Tree:
+    """The tree that `split` was given; `frozen` may be None, where nothing is."""
+    if frozen is None:
+        return trained
+    either = lambda a, b: b if a is None else a
+    return jax.tree.map(either, trained, frozen, is_leaf=lambda a: a is None or _variable(a))
+
+
+def _variable(a: Any) -> bool:
+    return isinstance(a, nnx.Variable)
 
 
 def _shapes(tree: Tree) -> list[tuple]:

@@ -13,7 +13,7 @@ from jax.sharding import PartitionSpec
 from jaxpp import executor, losses, partition, render, schedules, wire
 from jaxpp.mesh import count
 from jaxpp.partition import Placed
-from jaxpp.train import Build, Run, parameter_count, placed_spec
+from jaxpp.train import Build, Run, halves_spec, parameter_count, placed_spec
 
 UNIT = {"forward_cost": 1, "backward_cost": 2}  # a backward is two products for each one of the forward
 
@@ -27,13 +27,14 @@ def make_plan(run: Run, build: Build, per_host: int = 8) -> dict[str, Any]:
 
     Args: per_host, devices of a host.
     Keys: ticks; bubble_fraction, with a backward of twice a forward; in_flight, microbatches of each rank, in units of
-    the rank's whole share of layers; layers_per_stage; parameters; wire_dtype; wire_bytes_per_hop, of one send; mesh,
+    the rank's whole share of layers; layers_per_stage; parameters, and the trained ones of them; wire_dtype;
+    wire_bytes_per_hop, of one send; mesh,
     sizes of its axes; hosts; across_hosts, the axes whose neighbours are on different hosts; bytes_per_device, see
     `bytes_per_device`.
     """
     pipeline, schedule = run.pipeline, run.pipeline.schedule
-    spec = placed_spec(run, build)
-    ring, stream = executor.workspace_spec(pipeline, spec, run.batch_spec(), run.key_spec())
+    spec, base = halves_spec(run, build)
+    ring, stream = executor.workspace_spec(pipeline, spec, run.batch_spec(), run.key_spec(), base)
     on_wire = wire.on_wire(pipeline.wire, stream)
     cost = dict(UNIT, backward_cost=3) if pipeline.remat == "full" else UNIT
     simulation = schedules.simulate(schedule, **cost)
@@ -53,46 +54,53 @@ def make_plan(run: Run, build: Build, per_host: int = 8) -> dict[str, Any]:
         "bubble_fraction": simulation.bubble_fraction,
         "in_flight": [n / schedule.chunks for n in schedule.in_flight()],
         "layers_per_stage": run.layout.layers_per_stage(),
-        "parameters": parameter_count(spec),
+        "parameters": parameter_count(placed_spec(run, build)),
+        "trained_parameters": parameter_count(spec),
         "wire_dtype": pipeline.precision.wire,
         "wire_bytes_per_hop": _bytes(on_wire) // parts,
-        "bytes_per_device": bytes_per_device(run, spec, ring, stream),
+        "bytes_per_device": bytes_per_device(run, spec, base, ring, stream),
     }
 
 
-def bytes_per_device(run: Run, spec: Placed, ring: Any, stream: Any) -> dict[str, int]:
+def bytes_per_device(run: Run, spec: Placed, base: Placed | None, ring: Any, stream: Any) -> dict[str, int]:
     """Where a device's memory goes.
 
-    parameters: float32, at rest. compute_weights: their copy in the compute dtype, of one chunk alone where layers are
-    gathered as they run (XLA gathers a slot's layers ahead of their use). gradients: their accumulators.
-    optimizer: its moments. activations: the ring and the buffers in front of it. slot:
-    the slot of the ring that is in use, beside it. logits: of a microbatch, or of a chunk of its tokens where the loss
-    is taken so, and their gradients, float32. total: all of these.
+    parameters: float32, a frozen base in the compute dtype, at rest. compute_weights: their copy in the compute dtype,
+    which of a frozen one is made only where it has to be gathered, and of one chunk alone where layers are gathered as
+    they run (XLA gathers a slot's layers ahead of their use). gradients: accumulators of those that are trained.
+    optimizer: its moments. activations: the ring and the buffers in front of it. slot: the slot of the ring that is in
+    use, beside it. logits: of a microbatch, or of a chunk of its tokens where the loss is taken so, and their
+    gradients, float32. total: all of these.
 
-    Args: spec, of the placed parameters; ring and stream, of one rank, see `executor.workspace_spec`.
+    Args: spec and base, of `train.halves_spec`; ring and stream, of one rank, see `executor.workspace_spec`.
     """
     pipeline, schedule, tensor = run.pipeline, run.pipeline.schedule, run.sizes.tensor
-    rests = jax.tree.leaves(partition.rest(spec, run.mesh, run.config.zero_stage))
+    trained, frozen = (
+        jax.tree.leaves(partition.rest(half, run.mesh, run.config.zero_stage)) if half is not None else []
+        for half in (spec, base)
+    )
     parts = tensor if run.config.sequence_parallel else 1
     elements = lambda r, of: prod(r.shape) // _ways(getattr(r, of), run.mesh)
-    held = lambda of: sum(elements(r, of) for r in rests)
+    held = lambda of, rests=trained: sum(elements(r, of) for r in rests)
     by_layer = pipeline.zero_gather == "layer"
     share = schedule.chunks if by_layer else 1
-    computed = sum(elements(r, "computed") // (1 if r.outer else share) for r in rests)
-    summed = sum(elements(r, "grad" if by_layer and not r.outer else "computed") for r in rests)
+    gathered = [r for r in frozen if _ways(r.param, run.mesh) > _ways(r.computed, run.mesh)]
+    computed = sum(elements(r, "computed") // (1 if r.outer else share) for r in (*trained, *gathered))
+    summed = sum(elements(r, "grad" if by_layer and not r.outer else "computed") for r in trained)
     streams = {tuple(a.shape) for a in jax.tree.leaves(stream)}
     # What has the stream's shape is whole on every rank of tensor, all else is split over them.
     split = lambda a: _bytes(a) // (parts if tuple(a.shape[1:]) in streams else tensor)
     buffers = schedule.forward_inbox * _bytes(wire.on_wire(pipeline.wire, stream))
     buffers += (schedule.backward_inbox + schedule.output_slots) * _bytes(stream)
-    logits = jax.eval_shape(lambda head, embed, x: head(x, embed), spec.head, spec.embed, stream)
+    whole = partition.join(spec, base)
+    logits = jax.eval_shape(lambda head, embed, x: head(x, embed), whole.head, whole.embed, stream)
     tokens, vocab = prod(logits.shape[:-1]), logits.shape[-1]
-    chunk = losses.CHUNK if losses.in_chunks(spec.head, stream, tokens) else tokens
+    chunk = losses.CHUNK if losses.in_chunks(whole.head, stream, tokens) else tokens
     moments = {"adamw": 2, "sgd": 0}[run.config.optimizer]
     size = {name: jnp.dtype(getattr(pipeline.precision, name)).itemsize for name in ("param", "compute", "accumulate")}
     held_by_ring = sum(map(split, jax.tree.leaves(ring)))
     found = {
-        "parameters": held("param") * size["param"],
+        "parameters": held("param") * size["param"] + held("param", frozen) * size["compute"],
         "compute_weights": computed * size["compute"],
         "gradients": summed * size["accumulate"],
         "optimizer": moments * held("moment") * size["param"],
@@ -113,7 +121,7 @@ def as_text(run: Run, plan: dict[str, Any], width: int | None, color: bool) -> s
     per_device = plan["bytes_per_device"]
     rows = [
         ("layers per stage", ", ".join(map(str, plan["layers_per_stage"]))),
-        ("parameters", f"{plan['parameters']:,}"),
+        ("parameters", f"{plan['parameters']:,}" + _trained(plan)),
         ("tokens a step", f"{plan['tokens_per_step']:,} in {plan['microbatches']} microbatches"),
         ("bubble", f"{plan['bubble_fraction']:.1%} of the step (a backward taken as twice a forward)"),
         ("microbatches in flight", ", ".join(f"{n:g}" for n in plan["in_flight"]) + " (by rank)"),
@@ -129,6 +137,11 @@ def as_text(run: Run, plan: dict[str, Any], width: int | None, color: bool) -> s
     wide = max(len(name) for name, _ in rows)
     picture = render.as_text(run.pipeline.schedule, width=width, color=color)
     return picture + "\n\n" + "\n".join(f"{name:{wide}}  {value}" for name, value in rows)
+
+
+def _trained(plan: dict[str, Any]) -> str:
+    trained = plan["trained_parameters"]
+    return f", of which {trained:,} are trained" if trained < plan["parameters"] else ""
 
 
 def _size(count: int) -> str:

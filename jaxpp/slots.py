@@ -19,7 +19,7 @@ from jax.sharding import Mesh, PartitionSpec
 from jaxpp import partition, probe, remat, sharding, wire
 from jaxpp.losses import count_valid, token_loss, with_metrics
 from jaxpp.mesh import CONTEXT, MANUAL, PIPE, ROWS, count
-from jaxpp.partition import Placed, Rest
+from jaxpp.partition import Placed, Rest, join
 from jaxpp.precision import Precision
 from jaxpp.probe import Probe
 from jaxpp.schedules import IDLE, Schedule
@@ -57,9 +57,10 @@ class Context(NamedTuple):
 
     rest: see `partition.rest`. uneven: some places hold no layer. batch: this data rank's [M, B, ...]. key: of the
     step, or None. weights: K modules, leaves [C, ...], outer: embedding and head, both in the compute dtype and whole;
-    weights that are gathered by layer are as they rest, see `whole`.
+    weights that are gathered by layer are as they rest, see `layer`.
     counts, first: int32 [C], layers of each chunk and the first one's index. count: float32 [], valid tokens of all
-    microbatches and data ranks. scale: float32 [], of the loss, or None.
+    microbatches and data ranks. scale: float32 [], of the loss, or None. frozen: what is not trained, None or a pair
+    like (weights, outer); the modules of both are joined where they compute. layer_rest: the `Rest`s of a whole layer.
     """
 
     pipeline: Pipeline
@@ -73,23 +74,34 @@ class Context(NamedTuple):
     first: jax.Array
     count: jax.Array
     scale: jax.Array | None
+    frozen: tuple[list, dict] | None
+    layer_rest: Any
+
+    def chunk_of(self, c: jax.Array, weights: list) -> list:
+        if self.pipeline.schedule.chunks == 1:
+            return jax.tree.map(lambda a: a[0], weights)
+        return jax.tree.map(lambda a: at(a, c), weights)
 
     def chunk_weights(self, c: jax.Array) -> list:
-        if self.pipeline.schedule.chunks == 1:
-            return jax.tree.map(lambda a: a[0], self.weights)
-        return jax.tree.map(lambda a: at(a, c), self.weights)
+        return self.chunk_of(c, self.weights)
 
-    def whole(self, block: Any) -> Any:
-        """A layer as it computes, from one of `chunk_weights`."""
+    def layer(self, block: Any, frozen: Any) -> Any:
+        """A layer as it computes, from its halves in `chunk_weights` and `known`."""
+        whole = join(block, frozen)
         if self.pipeline.zero_gather == "step":
-            return block
-        return jax.tree.map(partial(fetch, self.pipeline), block, self.rest.blocks[0])
+            return whole
+        return jax.tree.map(partial(fetch, self.pipeline), whole, self.layer_rest)
 
     def known(self, c: jax.Array, m: jax.Array) -> list:
-        """(microbatch, key) for the layer of each place: what the B slot can build again."""
+        """(microbatch, key, frozen half) for the layer of each place: what the B slot can build again."""
         microbatch = at(self.batch, m)
-        layers = (self.first[c] + k for k in range(len(self.weights)))
-        return [(probe.mark(self.pipeline.probe, microbatch, m, i), self.layer_key(m, i)) for i in layers]
+        frozen = [None] * len(self.weights) if self.frozen is None else self.chunk_of(c, self.frozen[0])
+        layers = ((self.first[c] + k, half) for k, half in enumerate(frozen))
+        return [(probe.mark(self.pipeline.probe, microbatch, m, i), self.layer_key(m, i), half) for i, half in layers]
+
+    def whole(self, outer: dict) -> dict:
+        """Embedding and head with what is frozen of them."""
+        return outer if self.frozen is None else {name: join(outer[name], self.frozen[1][name]) for name in outer}
 
     def layer_key(self, m: jax.Array, layer: jax.Array | int) -> jax.Array | None:
         """The key of one layer (-1: the embedding) for one microbatch: the same for any number of stages."""
@@ -109,7 +121,8 @@ class Context(NamedTuple):
 
     @jax.named_scope("embed")
     def embed(self, m: jax.Array, embed: Any) -> Tree:
-        return _embed(self.pipeline, embed, at(self.batch, m), self.layer_key(m, -1))
+        whole = self.whole({"embed": embed})["embed"]
+        return _embed(self.pipeline, whole, at(self.batch, m), self.layer_key(m, -1))
 
 
 def _embed(pipeline: Pipeline, embed: Any, microbatch: dict, key: jax.Array | None) -> Tree:
@@ -119,9 +132,15 @@ def _embed(pipeline: Pipeline, embed: Any, microbatch: dict, key: jax.Array | No
 
 
 def make_context(
-    pipeline: Pipeline, rest: Placed, params: Placed, batch: dict, chunk_table: dict, key: Any, scale: Any
+    pipeline: Pipeline,
+    rests: tuple[Placed, Placed | None],
+    halves: tuple[Placed, Placed | None],
+    batch: dict,
+    chunk_table: dict,
+    key: Any,
+    scale: Any,
 ) -> Context:
-    """Gather and cast what the slots read. Runs inside the map."""
+    """Gather and cast what the slots read. Runs inside the map. halves: trained and frozen; rests: theirs."""
     compute, mesh = jnp.dtype(pipeline.precision.compute), pipeline.mesh
 
     def ready(a: jax.Array, r: Rest) -> jax.Array:
@@ -133,20 +152,27 @@ def make_context(
         length = batch["labels"].shape[-1]
         places = jax.lax.axis_index(CONTEXT) * length + jnp.arange(length)
         batch = batch | {"positions": jnp.broadcast_to(places, batch["labels"].shape)}
+
+    def half(placed: Placed, rest: Placed) -> tuple[list, dict]:
+        of_block = ready if pipeline.zero_gather == "step" else lambda a, _: a[0]
+        return jax.tree.map(of_block, placed.blocks, rest.blocks), jax.tree.map(ready, placed.outer, rest.outer)
+
+    (params, frozen), (rest, frozen_rest) = halves, rests
+    weights, outer = half(params, rest)
     return Context(
         pipeline=pipeline,
         rest=rest,
         uneven=len(set(params.layout.layers)) > 1,
         batch=batch,
         key=key,
-        weights=jax.tree.map(
-            ready if pipeline.zero_gather == "step" else lambda a, _: a[0], params.blocks, rest.blocks
-        ),
-        outer=jax.tree.map(ready, params.outer, rest.outer),
+        weights=weights,
+        outer=outer,
         counts=chunk_table["count"][0],
         first=chunk_table["first"][0],
         count=valid,
         scale=scale,
+        frozen=None if frozen is None or frozen_rest is None else half(frozen, frozen_rest),
+        layer_rest=join(rest.blocks[0], None if frozen_rest is None else frozen_rest.blocks[0]),
     )
 
 
@@ -196,32 +222,36 @@ class Shapes(NamedTuple):
 
 
 def _layer(ctx: Context) -> Callable:
-    call = partial(probe.call, ctx.pipeline.probe)
-    return remat.checkpointed(lambda block, stream, known: call(ctx.whole(block), stream, *known), ctx.pipeline.remat)
+    def layer(block: Any, stream: Tree, known: tuple) -> Tree:
+        microbatch, key, frozen = known
+        return probe.call(ctx.pipeline.probe, ctx.layer(block, frozen), stream, microbatch, key)
+
+    return remat.checkpointed(layer, ctx.pipeline.remat)
 
 
 def make_shapes(ctx: Context) -> Shapes:
     """The shapes of a step, from abstract traces. Raises ValueError where a block or the stream is not as asked."""
     pipeline, weights, outer, key = ctx.pipeline, ctx.weights, ctx.outer, ctx.key
     microbatch = jax.eval_shape(lambda b: at(b, 0), ctx.batch)
-    stream = jax.eval_shape(partial(_embed, pipeline), outer["embed"], microbatch, key)
+    stream = jax.eval_shape(partial(_embed, pipeline), ctx.whole(outer)["embed"], microbatch, key)
     for leaf in jax.tree.leaves(stream):
         if not jnp.issubdtype(leaf.dtype, jnp.floating):
             raise ValueError(
                 f"the stream holds {leaf.dtype}{list(leaf.shape)}, and only floating tensors have gradients: leave"
                 f" integers in the microbatch, which every stage is given"
             )
-    chunk = jax.eval_shape(lambda w: at(w, 0), weights)
-    for k, block in enumerate(chunk):
-        out = jax.eval_shape(lambda b, x, *known: ctx.whole(b)(x, *known), block, stream, microbatch, key)
+    frozen = [None] * len(weights) if ctx.frozen is None else ctx.frozen[0]
+    chunk, frozen = jax.eval_shape(lambda w: at(w, 0), (weights, frozen))
+    for k, pair in enumerate(zip(chunk, frozen, strict=True)):
+        out = jax.eval_shape(lambda b, f, x, *known: ctx.layer(b, f)(x, *known), *pair, stream, microbatch, key)
         wire.check(stream, out, f"of block {k} (a block keeps the shapes and dtypes of its input)")
-    known = (probe.mark_spec(pipeline.probe, microbatch), key)
-    templates = [remat.template(_layer(ctx), block, stream, known) for block in chunk]
+    marked, pairs = probe.mark_spec(pipeline.probe, microbatch), zip(chunk, frozen, strict=True)
+    templates = [remat.template(_layer(ctx), block, stream, (marked, key, half)) for block, half in pairs]
     kept = stream if pipeline.remat == "full" else [t.kept for t in templates]
     slots = pipeline.schedule.ring_slots
     ring = jax.tree.map(lambda a: jax.ShapeDtypeStruct((slots, *a.shape), a.dtype), kept)
     loss = lambda outer, out, batch: with_metrics(pipeline.loss(outer["head"], outer["embed"], out, batch))[1]
-    metrics = jax.eval_shape(loss, outer, stream, microbatch)
+    metrics = jax.eval_shape(loss, ctx.whole(outer), stream, microbatch)
     return Shapes(stream, templates, ring, metrics)
 
 
@@ -330,12 +360,15 @@ def forward_slot(ctx: Context, shapes: Shapes, f: dict, carry: dict) -> tuple[Tr
 
 def plain_forward(ctx: Context, c: jax.Array, m: jax.Array, stream: Tree) -> Tree:
     """A chunk's forward that keeps nothing."""
+
+    def run(block: Any, stream: Tree, had: tuple) -> Tree:
+        return ctx.layer(block, had[2])(stream, *had[:2])
+
     for k, (block, known) in enumerate(zip(ctx.chunk_weights(c), ctx.known(c, m), strict=True)):
         if ctx.uneven:
-            run = lambda b, x, had: ctx.whole(b)(x, *had)
             stream = sharding.cond(k < ctx.counts[c], run, lambda b, x, had: x, block, stream, known)
         else:
-            stream = ctx.whole(block)(stream, *known)
+            stream = run(block, stream, known)
     return stream
 
 
@@ -378,7 +411,8 @@ def _head_backward(ctx: Context, m: jax.Array, outer: dict, losses: dict, out: T
 
     def loss(weights: dict, out: Tree) -> tuple[jax.Array, dict]:
         with probe.inside(ctx.pipeline.probe, "head", probe.mark(ctx.pipeline.probe, microbatch, m, -1)):
-            value, metrics = with_metrics(ctx.pipeline.loss(weights["head"], weights["embed"], out, microbatch))
+            whole = ctx.whole(weights)
+            value, metrics = with_metrics(ctx.pipeline.loss(whole["head"], whole["embed"], out, microbatch))
             value = probe.tap("loss", value, 1) / count
             return value if ctx.scale is None else value * ctx.scale, metrics
 

@@ -37,12 +37,19 @@ Read = Callable[[Placed, Placed], Placed]  # shapes, shardings -> parameters
 
 
 class State(NamedTuple):
-    """What a step changes: parameters, optimizer state, the number of steps done, and the executor's workspace."""
+    """What a step changes: parameters, optimizer state, the number of steps done, and the executor's workspace; and
+    what it hands on as it is, the frozen base where only some of the parameters are trained."""
 
     params: Placed
     opt_state: Tree
     step: jax.Array
     workspace: Tree
+    base: Placed | None = None
+
+    @property
+    def whole(self) -> Placed:
+        """All parameters of the model."""
+        return partition.join(self.params, self.base)
 
 
 @dataclass(frozen=True)
@@ -51,7 +58,7 @@ class Run:
 
     loss: see `executor.value_and_grad`. model: the model as JSON, for checkpoints. order: what the order of the data
     depends on, likewise. flops_per_token: that the model needs, forward and backward (0: not known). recorder: of the
-    precision checker.
+    precision checker. trained: the type of the variables that are trained, where the others rest; None: all are.
     """
 
     config: Config
@@ -63,6 +70,7 @@ class Run:
     flops_per_token: int = 0
     order: dict[str, Any] = field(default_factory=dict)
     recorder: Recorder | None = None
+    trained: type | None = None
 
     @property
     def pipeline(self) -> Pipeline:
@@ -97,7 +105,7 @@ class Run:
 
     def key_spec(self) -> jax.ShapeDtypeStruct | None:
         """Shape of a step's key; None without dropout."""
-        return jax.eval_shape(lambda: jax.random.key(0)) if self.config.dropout else None
+        return jax.eval_shape(lambda: jax.random.key(0)) if self.config.drops else None
 
 
 def make_run(config: Config, sizes: Sizes, mesh: Any, layers: int, **fields: Any) -> Run:
@@ -111,6 +119,20 @@ def placed_spec(run: Run, build: Build) -> Placed:
     return jax.eval_shape(lambda: partition.stack(build(jax.random.key(0)), run.layout))
 
 
+def halves(run: Run, placed: Placed) -> tuple[Placed, Placed | None]:
+    """The parameters that are trained, and the frozen base, None where all are trained.
+
+    The base rests in the dtype that the step computes in: a step casts it to that anyway, and nothing is added to it.
+    """
+    trained, base = partition.split(placed, run.trained)
+    return trained, jax.tree.map(lambda a: a.astype(run.pipeline.precision.compute), base)
+
+
+def halves_spec(run: Run, build: Build) -> tuple[Placed, Placed | None]:
+    """Shapes of both."""
+    return jax.eval_shape(partial(halves, run), placed_spec(run, build))
+
+
 def at_rest_of(run: Run, params: Placed) -> tuple[Placed, Placed]:
     """Shardings of the parameters, and of what the optimizer keeps for each."""
     param, moment = (partition.shardings(params, run.mesh, run.config.zero_stage, of) for of in ("param", "moment"))
@@ -118,8 +140,8 @@ def at_rest_of(run: Run, params: Placed) -> tuple[Placed, Placed]:
 
 
 def state_spec(run: Run, build: Build) -> tuple[tuple, tuple]:
-    """Shapes, and shardings, of what a checkpoint holds: parameters, optimizer state, step."""
-    spec = placed_spec(run, build)
+    """Shapes, and shardings, of what a checkpoint holds: trained parameters, optimizer state, step."""
+    spec, _ = halves_spec(run, build)
     at_rest, moments = at_rest_of(run, spec)
     opt_spec = jax.eval_shape(run.optimizer.init, spec)
     like_params = optax.tree_utils.tree_map_params(
@@ -128,24 +150,36 @@ def state_spec(run: Run, build: Build) -> tuple[tuple, tuple]:
     return (spec, opt_spec, jax.ShapeDtypeStruct((), jnp.int32)), (at_rest, like_params, _everywhere(run.mesh))
 
 
-def initial_state(run: Run, build: Build, read: Read | None = None, found: checkpoint.Found | None = None) -> State:
+def initial_state(
+    run: Run,
+    build: Build,
+    read: Read | None = None,
+    found: checkpoint.Found | None = None,
+    read_trained: Read | None = None,
+) -> State:
     """Parameters, optimizer state and workspace, each made on the devices where it rests.
 
-    Args: read, gives the parameters instead of random ones; found, a checkpoint that all is read from.
+    Args: read, gives the parameters instead of random ones, with a frozen base that alone; found, a checkpoint that all
+    but the base is read from; read_trained, gives the trained parameters beside a base.
     """
     (spec, opt_spec, step_spec), (at_rest, like_params, everywhere) = state_spec(run, build)
-    workspace = executor.new_workspace(run.pipeline, spec, run.batch_spec(), run.key_spec())
+    _, base_spec = halves_spec(run, build)
+    workspace = executor.new_workspace(run.pipeline, spec, run.batch_spec(), run.key_spec(), base_spec)
+
+    def make(half: int, of: Placed, where: Placed, read: Read | None) -> Placed:
+        if read is not None:
+            return read(of, where)
+        draw = jax.jit(lambda key: halves(run, partition.stack(build(key), run.layout))[half], out_shardings=where)
+        return cast(Placed, draw(jax.random.key(run.config.seed)))
+
+    base = None if base_spec is None else make(1, base_spec, at_rest_of(run, base_spec)[0], read)
     if found is not None:
         shardings = (at_rest, like_params, everywhere)
         params, opt_state, step = checkpoint.restore(found, (spec, opt_spec, step_spec), shardings)
-        return State(params, opt_state, step, workspace)
-    if read is not None:
-        params = read(spec, at_rest)
-    else:
-        make = jax.jit(lambda key: partition.stack(build(key), run.layout), out_shardings=at_rest)
-        params = make(jax.random.key(run.config.seed))
+        return State(params, opt_state, step, workspace, base)
+    params = make(0, spec, at_rest, read if base is None else read_trained)
     opt_state = jax.jit(run.optimizer.init, out_shardings=like_params)(params)
-    return State(params, opt_state, jax.device_put(jnp.zeros((), jnp.int32), everywhere), workspace)
+    return State(params, opt_state, jax.device_put(jnp.zeros((), jnp.int32), everywhere), workspace, base)
 
 
 def describe_run(run: Run) -> dict[str, Any]:
@@ -195,10 +229,10 @@ def make_step(run: Run) -> Callable[[State, dict], tuple[State, dict[str, jax.Ar
 
     def step(state: State, batch: dict[str, jax.Array]) -> tuple[State, dict[str, jax.Array]]:
         key = None
-        if config.dropout:
+        if config.drops:
             key = jax.random.fold_in(jax.random.key(config.seed), state.step)
         scale = cast(Any, state.opt_state).scale if config.scales_loss else None
-        result = executor.train_step(pipeline, state.params, batch, key, state.workspace, scale)
+        result = executor.train_step(pipeline, state.params, batch, key, state.workspace, scale, state.base)
         at_rest, moments = at_rest_of(run, state.params)
         # Each rank updates the part whose moments it has.
         grads = jax.lax.with_sharding_constraint(result.grads, moments)
@@ -219,7 +253,7 @@ def make_step(run: Run) -> Callable[[State, dict], tuple[State, dict[str, jax.Ar
         }
         if config.scales_loss:
             metrics |= {"loss_scale": scale, "skipped_steps": cast(Any, opt_state).skipped}
-        return State(params, opt_state, state.step + 1, result.workspace), metrics
+        return State(params, opt_state, state.step + 1, result.workspace, state.base), metrics
 
     return jax.jit(step, donate_argnums=0)
 
@@ -285,12 +319,14 @@ def make_eval(run: Run) -> Callable[[Placed, Iterable[dict]], Evaluation]:
 class Hooks(NamedTuple):
     """What a run does beside its steps.
 
-    sample, called with the parameters every `sample_every` steps and at the end; read, gives the first parameters
-    instead of random ones; found, a checkpoint to go on from; stop, returns whether to save and end after a step.
+    sample, called with the parameters every `sample_every` steps and at the end; read and read_trained, give the first
+    parameters, see `initial_state`; found, a checkpoint to go on from; stop, returns whether to save and end after a
+    step.
     """
 
     sample: Callable[[Placed], None] = lambda params: None
     read: Read | None = None
+    read_trained: Read | None = None
     found: checkpoint.Found | None = None
     stop: Callable[[int], bool] = lambda step: False
 
@@ -305,7 +341,8 @@ def train(run: Run, build: Build, feeds: Feeds, log: Log, hooks: Hooks = Hooks()
     config = run.config
     saver = checkpoint.Saver(config.save, config.max_checkpoint_keep) if config.save else None
     wire.self_test(run.mesh, run.pipeline.wire)
-    state, step, evaluate = initial_state(run, build, hooks.read, hooks.found), make_step(run), make_eval(run)
+    state = initial_state(run, build, hooks.read, hooks.found, hooks.read_trained)
+    step, evaluate = make_step(run), make_eval(run)
     step = watched(run.recorder, step, log.say)
     report, rows = reporter(run, log), rows_here(run)
     span = parse_span(config.profile, config.num_iteration) if config.profile else range(0)
@@ -337,11 +374,11 @@ def train(run: Run, build: Build, feeds: Feeds, log: Log, hooks: Hooks = Hooks()
             log.say(f"stopped after step {i + 1}")
             break
         if validate:
-            found = evaluate(state.params, feeds.held_out)
+            found = evaluate(state.whole, feeds.held_out)
             log.write({"step": i + 1, "val_loss": found.loss, "perplexity": found.perplexity})
             log.say(f"step {i + 1}  validation loss {found.loss:.4f}  perplexity {found.perplexity:.2f}")
         if sampling:
-            hooks.sample(state.params)
+            hooks.sample(state.whole)
         if validate or sampling or saving or tracing:
             report(None, None, flush=True)
     report(None, None, flush=True)

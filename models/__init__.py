@@ -9,6 +9,7 @@ from jaxpp.losses import token_loss
 from models import gpt2, llama3, mixtral, qwen3
 from models.gpt2 import GPT2, GPT2Config
 from models.llama3 import Llama3, Llama3Config
+from models.lora import LoraSpec
 from models.mixtral import Mixtral, MixtralConfig
 from models.qwen3 import Qwen3, Qwen3Config
 from models.rope import Rope
@@ -24,6 +25,7 @@ FAMILIES: dict[type, Callable[..., Any]] = {
 
 
 _OF_A_RUN = ("dropout", "std", "cudnn", "balance_loss", "z_loss")  # the same model, run or trained otherwise
+_OF_ADAPTERS = ("rank", "alpha", "targets")
 
 
 def config_of(name: str) -> ModelConfig:
@@ -41,14 +43,19 @@ def build(key: Any, config: ModelConfig) -> Any:
 
 
 def to_json(config: ModelConfig) -> dict[str, Any]:
-    """A config as plain data: `family`, and the fields that say what the model is."""
-    return {"family": type(config).__name__} | {k: v for k, v in asdict(config).items() if k not in _OF_A_RUN}
+    """A config as plain data: `family`, and the fields that say what the model is; lora_* where it has adapters."""
+    fields = {k: v for k, v in asdict(config).items() if k not in (*_OF_A_RUN, "lora")}
+    adapters = {} if config.lora is None else {f"lora_{k}": getattr(config.lora, k) for k in _OF_ADAPTERS}
+    return {"family": type(config).__name__} | fields | adapters
 
 
 def from_json(fields: dict[str, Any]) -> ModelConfig:
     """The config of `to_json`."""
     family = next(made for made in FAMILIES if made.__name__ == fields["family"])
-    values: dict[str, Any] = {name: value for name, value in fields.items() if name != "family"}
+    values: dict[str, Any] = {k: v for k, v in fields.items() if k != "family" and not k.startswith("lora_")}
+    if "lora_rank" in fields:
+        rank, alpha, targets = (fields[f"lora_{k}"] for k in _OF_ADAPTERS)
+        values["lora"] = LoraSpec(rank, alpha, targets=tuple(targets))
     if "rope" in values:
         values["rope"] = Rope(**values["rope"])
     return family(**values)

@@ -21,7 +21,9 @@ from jaxpp import exchange
 from jaxpp.mesh import CONTEXT, TENSOR
 from jaxpp.probe import tap
 from jaxpp.sharding import constrain, ways
-from models.dense import normal, project
+from models import lora
+from models.dense import dropout, normal, project
+from models.lora import Dims, LoraSpec
 from models.norm import RMSNorm
 from models.rope import Rope, rotate
 
@@ -33,7 +35,7 @@ class AttentionSpec:
     heads N; kv_heads K, dividing N; head_dim H. bias: on all four projections. std: of initial weights, out_std: of the
     output projection's. rope: rotary positions, or None. qk_norm: epsilon of a norm over each head of queries and keys,
     or None. window: how many positions are seen, the own one included, or None for all before. dropout: of the
-    attention weights. cudnn: use cuDNN's fused attention where it can be, which needs a GPU.
+    attention weights. cudnn: use cuDNN's fused attention where it can be, which needs a GPU. lora: adapters, or None.
     """
 
     dim: int
@@ -48,6 +50,7 @@ class AttentionSpec:
     window: int | None = None
     dropout: float = 0.0
     cudnn: bool = False
+    lora: LoraSpec | None = None
 
 
 class Cache(NamedTuple):
@@ -55,14 +58,6 @@ class Cache(NamedTuple):
 
     k: jax.Array
     v: jax.Array
-
-
-def dropout(x: jax.Array, rate: float, key: jax.Array | None) -> jax.Array:
-    """Inverted dropout; the identity where the rate is 0 or the key None."""
-    if key is None or rate == 0.0:
-        return x
-    keep = jax.random.bernoulli(key, 1.0 - rate, x.shape)
-    return jnp.where(keep, x / (1.0 - rate), jnp.zeros((), x.dtype))
 
 
 def seen(queries: jax.Array, keys: jax.Array, window: int | None) -> jax.Array:
@@ -199,15 +194,26 @@ class Attention(nnx.Module):
         if spec.qk_norm is not None:
             self.q_norm = RMSNorm(head_dim, spec.qk_norm)
             self.k_norm = RMSNorm(head_dim, spec.qk_norm)
+        q, kv = ((heads, head_dim), ("heads", None)), ((kv_heads, head_dim), ("kv_heads", None))
+        places = {name: Dims((dim,), outs, (None,), names) for name, (outs, names) in (("q", q), ("k", kv), ("v", kv))}
+        places["qkv"] = Dims((dim,), (3, heads, head_dim), (None,), (None, "heads", None))
+        places["out"] = Dims((heads, head_dim), (dim,), ("heads", None), (None,))
+        self.lora = lora.make(key, spec.lora, places)
         self.spec = spec
 
-    def __call__(self, x_BTD: jax.Array, microbatch: dict[str, jax.Array], key: jax.Array | None) -> jax.Array:
+    def __call__(
+        self,
+        x_BTD: jax.Array,
+        microbatch: dict[str, jax.Array],
+        key: jax.Array | None,
+        lora_key: jax.Array | None = None,
+    ) -> jax.Array:
         positions = microbatch.get("positions", jnp.arange(x_BTD.shape[1]))
-        q_BTNH, k_BTKH, v_BTKH = self._heads(constrain(x_BTD, None, None, None), positions)
+        q_BTNH, k_BTKH, v_BTKH = self._heads(constrain(x_BTD, None, None, None), positions, lora_key)
         q_BTNH = constrain(q_BTNH, None, None, "heads", None)
         k_BTKH, v_BTKH = (constrain(a, None, None, "kv_heads", None) for a in (k_BTKH, v_BTKH))
         y_BTNH = tap("attention.heads", attend(self.spec, q_BTNH, k_BTKH, v_BTKH, microbatch.get("segments"), key))
-        return constrain(self._out(y_BTNH), None, "sequence", None)
+        return constrain(self._out(y_BTNH, lora_key), None, "sequence", None)
 
     def extend(self, x_BTD: jax.Array, cache: Cache, start: jax.Array) -> tuple[jax.Array, Cache]:
         """Attention of T new tokens at positions start, start+1, ... to themselves and the cache, which gets them."""
@@ -218,9 +224,14 @@ class Attention(nnx.Module):
         mask_TS = seen(positions, jnp.arange(cache.k.shape[1]), self.spec.window)
         return self._out(plain_attend(q_BTNH, cache.k, cache.v, mask_TS)), cache
 
-    def _heads(self, x_BTD: jax.Array, positions: jax.Array) -> tuple[jax.Array, jax.Array, jax.Array]:
-        q_BTNH = project(x_BTD, self.wq[...])
-        kv_BTCKH = project(x_BTD, self.wkv[...])
+    def _heads(
+        self, x_BTD: jax.Array, positions: jax.Array, lora_key: jax.Array | None = None
+    ) -> tuple[jax.Array, jax.Array, jax.Array]:
+        q_BTNH = lora.added(self.lora, project(x_BTD, self.wq[...]), x_BTD, lora_key, "q")
+        kv_BTCKH = lora.added(self.lora, project(x_BTD, self.wkv[...]), x_BTD, lora_key, "k", "v")
+        if self.lora is not None and "qkv" in self.lora.places:
+            low_BTCNH = self.lora.one("qkv", x_BTD, lora_key)
+            q_BTNH, kv_BTCKH = q_BTNH + low_BTCNH[:, :, 0], kv_BTCKH + low_BTCNH[:, :, 1:]
         if self.spec.bias:
             q_BTNH, kv_BTCKH = q_BTNH + self.bq[...], kv_BTCKH + self.bkv[...]
         q_BTNH, kv_BTCKH = tap("attention.q", q_BTNH), tap("attention.kv", kv_BTCKH)
@@ -231,6 +242,6 @@ class Attention(nnx.Module):
             q_BTNH, k_BTKH = (rotate(a, positions, self.spec.rope) for a in (q_BTNH, k_BTKH))
         return q_BTNH, k_BTKH, v_BTKH
 
-    def _out(self, y_BTNH: jax.Array) -> jax.Array:
-        y_BTD = project(y_BTNH, self.wo[...], summed=2)
+    def _out(self, y_BTNH: jax.Array, lora_key: jax.Array | None = None) -> jax.Array:
+        y_BTD = lora.added(self.lora, project(y_BTNH, self.wo[...], summed=2), y_BTNH, lora_key, "out")
         return tap("attention.output", y_BTD + self.bo[...] if self.spec.bias else y_BTD)

@@ -13,6 +13,7 @@ from jaxpp.probe import tap
 from jaxpp.sharding import constrain
 from models.attention import Attention, AttentionSpec, Cache, dropout
 from models.dense import logits, normal
+from models.lora import LoraSpec
 from models.mlp import GatedMLP
 from models.norm import RMSNorm
 from models.rope import Rope
@@ -26,7 +27,7 @@ class DecoderConfig:
     tied: the head uses the embedding's table. attention_bias, mlp_bias: biases of those projections. qk_norm: normalise
     each head of queries and keys. window: positions that a token sees, the own one included, or None for all before.
     dropout: of attention weights and of both branches of a block, while training. std: of initial weights.
-    epsilon: of the norms. cudnn: use its attention where it can be, which needs a GPU.
+    epsilon: of the norms. cudnn: use its attention where it can be, which needs a GPU. lora: adapters, or None.
     """
 
     vocab_size: int
@@ -47,6 +48,7 @@ class DecoderConfig:
     std: float = 0.02
     epsilon: float = 1e-5
     cudnn: bool = False
+    lora: LoraSpec | None = None
 
     @property
     def attention(self) -> AttentionSpec:
@@ -64,6 +66,7 @@ class DecoderConfig:
             window=self.window,
             dropout=self.dropout,
             cudnn=self.cudnn,
+            lora=self.lora,
         )
 
 
@@ -88,18 +91,18 @@ class Block(nnx.Module):
         self.mlp = self.make_mlp(mlp, config, spec)
         self.rate = config.dropout
 
-    def make_mlp(self, key: jax.Array, config: DecoderConfig, spec: AttentionSpec) -> nnx.Module:
+    def make_mlp(self, key: jax.Array, config: DecoderConfig, spec: AttentionSpec) -> Any:
         """The block's feed-forward part."""
-        return GatedMLP(key, config.dim, config.hidden, config.mlp_bias, spec.std, spec.out_std)
+        return GatedMLP(key, config.dim, config.hidden, config.mlp_bias, spec.std, spec.out_std, spec.lora)
 
     def keys(self, key: jax.Array | None) -> Any:
-        """Keys of the attention weights' dropout and of both branches'."""
+        """Keys of the attention weights' dropout and of both branches'; adapters make theirs of the block's own."""
         return (None, None, None) if key is None or self.rate == 0.0 else jax.random.split(key, 3)
 
     def __call__(self, x_BTD: Any, microbatch: dict[str, jax.Array], key: jax.Array | None) -> Any:
         keys = self.keys(key)
-        x_BTD = x_BTD + dropout(self.attention(self.norm1(x_BTD), microbatch, keys[0]), self.rate, keys[1])
-        return x_BTD + dropout(self.mlp(self.norm2(x_BTD)), self.rate, keys[2])
+        x_BTD = x_BTD + dropout(self.attention(self.norm1(x_BTD), microbatch, keys[0], key), self.rate, keys[1])
+        return x_BTD + dropout(self.mlp(self.norm2(x_BTD), key), self.rate, keys[2])
 
     def extend(self, x_BTD: Any, cache: Cache, start: jax.Array) -> tuple[Any, Cache]:
         """The block for T new tokens at position start, without dropout; see `Attention.extend`."""

@@ -1,4 +1,4 @@
-"""Products with weights, and initial weights."""
+"""Products with weights, initial weights, dropout."""
 
 import math
 
@@ -33,3 +33,11 @@ def logits(x_BTD: jax.Array, table_VD: jax.Array, vocab: int) -> jax.Array:
     if len(table_VD) == vocab:
         return logits_BTV
     return jnp.where(jnp.arange(len(table_VD)) < vocab, logits_BTV, -jnp.inf)
+
+
+def dropout(x: jax.Array, rate: float, key: jax.Array | None) -> jax.Array:
+    """Inverted dropout; the identity where the rate is 0 or the key None."""
+    if key is None or rate == 0.0:
+        return x
+    keep = jax.random.bernoulli(key, 1.0 - rate, x.shape)
+    return jnp.where(keep, x / (1.0 - rate), jnp.zeros((), x.dtype))

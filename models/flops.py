@@ -29,10 +29,12 @@ def active_parameters(config: ModelConfig) -> int:
 def per_token(config: ModelConfig, length: int) -> int:
     """FLOPs of one token, forward and backward: 6 N + 12 L T N_heads H.
 
-    N is `active_parameters`. Attention counts all T = `length` positions (or the window's), as if it were not causal,
+    N is `active_parameters`. Beside adapters it is 4 N for the frozen base, which has no gradients of weights, and 6 N
+    for the adapters. Attention counts all T = `length` positions (or the window's), as if it were not causal,
     and recomputation is left out: the convention of PaLM (Chowdhery et al. 2022, arXiv:2204.02311, appendix B), so that
     figures compare with published ones.
     """
     spec = config.attention
     seen = min(length, spec.window or length)
-    return 6 * active_parameters(config) + 12 * config.layers * seen * spec.heads * spec.head_dim
+    frozen = active_parameters(replace(config, lora=None)) if config.lora else 0
+    return 6 * active_parameters(config) - 2 * frozen + 12 * config.layers * seen * spec.heads * spec.head_dim

@@ -12,6 +12,7 @@ from jaxpp.probe import tap
 from jaxpp.sharding import constrain
 from models.attention import Attention, AttentionSpec, Cache, dropout
 from models.dense import logits, normal
+from models.lora import LoraSpec
 from models.mlp import GeluMLP
 from models.norm import LayerNorm
 
@@ -22,7 +23,7 @@ class GPT2Config:
 
     hidden: of the MLP, default 4 times dim. dropout: of embeddings, attention weights and both branches of a block,
     while training. tied: the head uses the embedding's table. std: of initial weights. epsilon: of the norms.
-    cudnn: use its attention where it can be, which needs a GPU.
+    cudnn: use its attention where it can be, which needs a GPU. lora: adapters, or None.
     """
 
     vocab_size: int = 50257
@@ -36,14 +37,14 @@ class GPT2Config:
     std: float = 0.02
     epsilon: float = 1e-5
     cudnn: bool = False
+    lora: LoraSpec | None = None
 
     @property
     def attention(self) -> AttentionSpec:
         """The attention of a block."""
         head_dim, out_std = self.dim // self.heads, self.std / (2 * self.layers) ** 0.5
-        return AttentionSpec(
-            self.dim, self.heads, self.heads, head_dim, True, self.std, out_std, dropout=self.dropout, cudnn=self.cudnn
-        )
+        sizes, more = (self.dim, self.heads, self.heads, head_dim), {"cudnn": self.cudnn, "lora": self.lora}
+        return AttentionSpec(*sizes, True, self.std, out_std, dropout=self.dropout, **more)
 
 
 PRESETS = {
@@ -84,13 +85,13 @@ class Block(nnx.Module):
         self.norm1, self.norm2 = (LayerNorm(config.dim, config.epsilon) for _ in range(2))
         self.attention = Attention(attention, spec)
         # Less for what writes into the residual stream, so that its variance does not grow with depth.
-        self.mlp = GeluMLP(mlp, config.dim, config.hidden or 4 * config.dim, spec.std, spec.out_std)
+        self.mlp = GeluMLP(mlp, config.dim, config.hidden or 4 * config.dim, spec.std, spec.out_std, spec.lora)
         self.rate = config.dropout
 
     def __call__(self, x_BTD: jax.Array, microbatch: dict[str, jax.Array], key: jax.Array | None) -> jax.Array:
         keys = (None, None, None) if key is None or self.rate == 0.0 else jax.random.split(key, 3)
-        x_BTD = x_BTD + dropout(self.attention(self.norm1(x_BTD), microbatch, keys[0]), self.rate, keys[1])
-        return x_BTD + dropout(self.mlp(self.norm2(x_BTD)), self.rate, keys[2])
+        x_BTD = x_BTD + dropout(self.attention(self.norm1(x_BTD), microbatch, keys[0], key), self.rate, keys[1])
+        return x_BTD + dropout(self.mlp(self.norm2(x_BTD), key), self.rate, keys[2])
 
     def extend(self, x_BTD: jax.Array, cache: Cache, start: jax.Array) -> tuple[jax.Array, Cache]:
         """The block for T new tokens at position start, without dropout; see `Attention.extend`."""

@@ -55,7 +55,7 @@ class MixtralBlock(Block):
 
     def __call__(self, stream: dict, microbatch: dict[str, jax.Array], key: jax.Array | None) -> dict:
         keys, x_BTD = self.keys(key), stream["x"]
-        x_BTD = x_BTD + dropout(self.attention(self.norm1(x_BTD), microbatch, keys[0]), self.rate, keys[1])
+        x_BTD = x_BTD + dropout(self.attention(self.norm1(x_BTD), microbatch, keys[0], key), self.rate, keys[1])
         return self._experts(x_BTD, stream["router"], keys[2])
 
     def extend(self, stream: dict, cache: Cache, start: jax.Array) -> tuple[dict, Cache]:

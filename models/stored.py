@@ -46,7 +46,7 @@ def tensors_of(folder: Path) -> dict[str, Stored]:
         absent = sorted({file for file in named.values() if not (folder / file).is_file()})
         if absent:
             raise ValueError(f"{absent[0]} is missing, which model.safetensors.index.json names: copy it again")
-        found = {k: v for file in sorted(set(named.values())) for k, v in _header(folder / file).items()}
+        found = {k: v for file in sorted(set(named.values())) for k, v in header(folder / file).items()}
         absent = sorted(named.keys() - found.keys())
         if absent:
             raise ValueError(f"tensor {absent[0]} is missing in {named[absent[0]]}, where the index has it")
@@ -54,11 +54,11 @@ def tensors_of(folder: Path) -> dict[str, Stored]:
         single = folder / "model.safetensors"
         if not single.is_file():
             raise ValueError("it has no model.safetensors and no model.safetensors.index.json: save it as safetensors")
-        found = _header(single)
+        found = header(single)
     return {name: tensor for name, tensor in found.items() if not name.endswith(_DERIVED)}
 
 
-def _header(path: Path) -> dict[str, Stored]:
+def header(path: Path) -> dict[str, Stored]:
     """The tensors of a safetensors file: 8 bytes, the length of the JSON that follows, which says where each lies."""
     size = path.stat().st_size
     with path.open("rb") as file:

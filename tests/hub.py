@@ -98,6 +98,11 @@ def save(case: str, folder: Path, **options: Any) -> str:
     return str(folder)
 
 
+def load(folder: str) -> Any:
+    """The model in a folder, as transformers reads it."""
+    return transformers.AutoModelForCausalLM.from_pretrained(folder, attn_implementation="eager").eval()
+
+
 def logits(net: Any, tokens_BT: np.ndarray = TOKENS_BT) -> np.ndarray:
     """Logits [B, T, V] in float32."""
     with torch.no_grad():

@@ -56,14 +56,15 @@ def refusal(**options) -> str:
 
 NUMBERS = {name: option for name, option in OPTIONS.items() if option.metadata["type"] in (int, float)}
 NUMBERS.pop("data_weights")  # the only one of which there may be several
-LEAST = {name: option.metadata["least"] for name, option in NUMBERS.items() if name != "dropout"}
+LEAST = {name: option.metadata["least"] for name, option in NUMBERS.items() if not name.endswith("dropout")}
 
 
 @pytest.mark.parametrize("name", LEAST)
 def test_least_values(name):
     """The least value passes, one below it is refused with the option, the value, the rule and a value that works."""
     least = OPTIONS[name].metadata["type"](LEAST[name])
-    extra = {"save": "x"} if name == "save_interval" else {}
+    extra = {"save": "x"} if name == "save_interval" else {"lora_rank": 1} if name.startswith("lora_") else {}
+    extra = {needed: value for needed, value in extra.items() if needed != name}
     check(Config(**{name: least} | extra), layers=8, positions=256)
     message = refusal(**{name: least - 1})
     assert message.startswith(f"{name}={least - 1} must be at least {LEAST[name]}, for example --{name} ")
@@ -111,6 +112,19 @@ def test_weights(weights, said):
 def test_dropout_range(value):
     assert f"dropout={value} must be in [0, 1)" in refusal(dropout=value)
     check(Config(dropout=0.999), layers=8, positions=256)
+    check(Config(lora_dropout=0.999, lora_rank=2), layers=8, positions=256)
+    assert refusal(lora_dropout=1.0).startswith("lora_dropout=1.0 must be in [0, 1), for example --lora_dropout 0.1")
+
+
+@pytest.mark.parametrize(
+    ("name", "value", "said"),
+    [("alpha", 2.0, "2.0"), ("dropout", 0.1, "0.1"), ("target_modules", ("a", "b"), "a b"), ("save_path", "x", "x")],
+)
+def test_options_of_adapters_need_adapters(name, value, said):
+    message = refusal(**{f"lora_{name}": value})
+    assert message == f"lora_{name}={said} is of adapters, and lora_rank=0 makes none: use --lora_rank 8"
+    for more in ({"lora_rank": 8}, {"lora_load_path": "x"}):
+        check(Config(**{f"lora_{name}": value}, **more), layers=8, positions=256)
 
 
 @pytest.mark.parametrize("name", ["dtype", "pipeline_dtype", "grad_pipeline_dtype"])

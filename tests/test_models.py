@@ -15,6 +15,7 @@ import pytest
 import models
 from models.attention import dropout
 from models.dense import project
+from models.lora import LoraSpec
 from models.norm import LayerNorm
 
 SMALL = models.GPT2Config(vocab_size=61, positions=12, layers=3, dim=24, heads=3)
@@ -176,6 +177,7 @@ CHANGES = {
     "tied": False,
     "std": 0.03,
     "epsilon": 0.1,
+    "lora": LoraSpec(2, 2.0, targets=("c_attn",)),
 }
 
 
@@ -184,7 +186,7 @@ def test_every_field_of_the_config_counts(field):
     """Pitfall 31: a field that nothing reads."""
     changed = dataclasses.replace(SMALL, **{field: CHANGES[field]})
     key = jax.random.key(3) if field == "dropout" else None
-    if field in ("vocab_size", "positions", "layers", "dim", "hidden", "tied"):
+    if field in ("vocab_size", "positions", "layers", "dim", "hidden", "tied", "lora"):
         assert [a.shape for a in jax.tree.leaves(shapes(SMALL))] != [a.shape for a in jax.tree.leaves(shapes(changed))]
     if field in ("layers", "heads", "dropout", "tied", "std", "epsilon"):
         assert float(jnp.abs(logits(make(), key=key) - logits(make(changed), key=key)).max()) > 1e-4

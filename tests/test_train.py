@@ -105,7 +105,7 @@ def test_clipping_is_by_the_norm_over_all_stages(monkeypatch: pytest.MonkeyPatch
     gradient[0, 0, 0, 0], gradient[1, 0, 0, 0] = 3, 4  # [S, C, D, F]
     grads.blocks[0].mlp.wi[...] = gradient
 
-    def given(pipeline: Any, params: Any, batch: Any, key: Any, workspace: Any, scale: Any) -> executor.Result:
+    def given(pipeline: Any, params: Any, batch: Any, key: Any, workspace: Any, *_: Any) -> executor.Result:
         return executor.Result(jnp.zeros(()), grads, jnp.zeros(3), workspace, {})
 
     monkeypatch.setattr(executor, "train_step", given)
