@@ -355,10 +355,10 @@ def train(run: Run, build: Build, feeds: Feeds, log: Log, hooks: Hooks = Hooks()
         for text, epoch in feeds.batches.epochs_begun(i):
             name = f" of {config.input_bin[text]}" if config.input_bin and len(config.input_bin) > 1 else ""
             log.say(f"epoch {epoch + 1}{name} begins with step {i + 1}")
-        # Nothing may pass between host and device unasked: it would make one wait for the other.
-        with jax.profiler.StepTraceAnnotation("train", step_num=i + 1), jax.transfer_guard("disallow"):
+        with jax.profiler.StepTraceAnnotation("train", step_num=i + 1):
             batch = put_batch(run, feeds.batches.at(i, rows), rows)
-            state, metrics = step(state, batch)
+            with jax.transfer_guard("disallow"):  # unasked, it would make host and device wait for each other
+                state, metrics = step(state, batch)
         last, stopping = i + 1 == config.num_iteration, hooks.stop(i + 1)
         due = lambda every, i=i, last=last: last or (every > 0 and (i + 1) % every == 0)
         validate, sampling = due(config.val_loss_every), due(config.sample_every)

@@ -32,6 +32,8 @@ LAYOUTS = {
     "2 x 2 of tensor": ["--pipeline_parallel", "2", "--tensor_parallel", "2"],
 }
 
+REST = ("2", "4", "3, uneven")  # what these show is shown by others too
+
 
 def train(folder: Path, steps: int, *words: str) -> list[dict]:
     """The metrics of a run of `steps` steps, the last of a schedule of 10."""
@@ -50,7 +52,7 @@ def saved(tmp_path_factory: pytest.TempPathFactory) -> tuple[Path, list[dict]]:
     return folder / "saved", found
 
 
-@pytest.mark.parametrize("layout", LAYOUTS)
+@pytest.mark.parametrize("layout", [pytest.param(n, marks=[pytest.mark.slow] * (n in REST)) for n in LAYOUTS])
 def test_any_layout_goes_on(layout: str, saved: tuple[Path, list[dict]], tmp_path: Path) -> None:
     """The next 5 losses are those of the run that was not interrupted."""
     folder, want = saved
@@ -110,7 +112,7 @@ def folder_of(family: str, folder: Path) -> str:
     return str(folder)
 
 
-@pytest.mark.parametrize("family", ["gpt2", "mixtral"])
+@pytest.mark.parametrize("family", [pytest.param("gpt2", marks=pytest.mark.slow), "mixtral"])
 def test_a_run_from_a_folder_goes_on(family: str, tmp_path: Path, monkeypatch, capsys: pytest.CaptureFixture) -> None:
     """By the same command, or by --load alone when the weights are gone; all losses are the unbroken run's."""
     monkeypatch.setenv("XDG_CACHE_HOME", str(tmp_path / "cache"))

@@ -183,7 +183,7 @@ def dropped(stages: int, remat: str) -> Any:
     return toy.run(toy.model(4), toy.batch(3, data=2), jax.random.key(3), stages=stages, remat=remat, data=2)
 
 
-@pytest.mark.parametrize(("remat", "many"), [("full", (1, 2, 4)), ("none", (1, 2, 4)), ("dots", (2,))])
+@pytest.mark.parametrize(("remat", "many"), [("full", (2, 4)), ("none", (1, 2)), ("dots", (2,))])
 def test_dropout_and_gradients_do_not_depend_on_the_number_of_stages(remat: str, many: tuple[int, ...]) -> None:
     net, batch = toy.model(4), toy.batch(3, data=2)
     want = reference.value_and_grad(net, batch, data=2, key=jax.random.key(3))

@@ -171,7 +171,10 @@ def test_bfloat16_is_about_as_near_as_the_unpipelined_model(case: tuple[str, tup
     assert reference.error(got.grads, exact.grads) <= 1.25 * far
 
 
-@pytest.mark.parametrize(("name", "features"), [CASES[5], CASES[6], CASES[8], CASES[13]], ids=str)
+STEPS = [CASES[6], CASES[8], pytest.param(*CASES[5], marks=pytest.mark.slow), CASES[13]]
+
+
+@pytest.mark.parametrize(("name", "features"), STEPS, ids=str)
 def test_three_steps_of_adamw(name: str, features: tuple[str, ...]) -> None:
     """Parameters and the norm that clips, with each rank updating the part that it has."""
     options = options_of(features)

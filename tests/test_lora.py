@@ -122,7 +122,12 @@ def check_gradients(got: executor.Result, want: reference.Reference) -> None:
     assert min(reference.norm([a]) for a in jax.tree.leaves(wanted)) > 1e-4
 
 
-@pytest.mark.parametrize(("name", "layout"), CASES)
+QUICK = {("llama3", name) for name in ("VPP none", "uneven", "PP SP DP", "PP ZeRO 3")}
+QUICK |= {("mixtral", "PP EP TP"), ("gpt2", "PP TP"), ("gpt2 mlp", "PP full"), ("qwen3", "PP CP")}
+ALL = [pytest.param(*case, marks=[pytest.mark.slow] * (case not in QUICK)) for case in CASES]
+
+
+@pytest.mark.parametrize(("name", "layout"), ALL)
 def test_gradients_of_adapters_equal_the_oracles(name: str, layout: str) -> None:
     check_gradients(step(*set_up(name, **LAYOUTS[layout])), oracle(name, rows_of(LAYOUTS[layout])))
 
@@ -138,7 +143,7 @@ def test_gradients_of_packed_documents() -> None:
 
 
 @pytest.mark.parametrize("options", [{"stages": 1}, {"stages": 2, "chunks": 2, "name": "interleaved"}, {"stages": 3}])
-@pytest.mark.parametrize("name", ["gpt2", "llama3"])
+@pytest.mark.parametrize("name", [pytest.param("gpt2", marks=pytest.mark.slow), "llama3"])
 def test_dropout_of_adapters_knows_no_layout(name: str, options: dict) -> None:
     """It drops, by keys that are those of the unpipelined model; the model's own dropout is 0."""
     given = CONFIGS[name]
@@ -244,9 +249,9 @@ def described(name: str, layout: dict, **more: Any) -> train.Run:
     [
         ("llama3", "PP ZeRO 3", "float32"),
         ("gpt2", "PP ZeRO 1", "float32"),
-        ("mixtral", "PP EP TP", "float32"),
+        pytest.param("mixtral", "PP EP TP", "float32", marks=pytest.mark.slow),
         ("llama3", "VPP none", "bfloat16"),
-        ("gpt2", "PP full", "float16"),
+        pytest.param("gpt2", "PP full", "float16", marks=pytest.mark.slow),
     ],
 )
 def test_steps_of_adamw_leave_the_base_as_it_is(name: str, layout: str, dtype: str) -> None:

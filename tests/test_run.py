@@ -87,7 +87,7 @@ COUNTS = [
 @pytest.mark.parametrize(("command", "name"), WORDS)
 def test_no_word_is_empty(command: str, name: str, capsys: pytest.CaptureFixture, tmp_path: Path) -> None:
     """From the command line and from a file, of every command."""
-    many = name in ("input", "input_bin", "input_val_bin")
+    many = name in ("input", "input_bin", "input_val_bin", "lora_target_modules")
     (tmp_path / "c.toml").write_text(f'{name} = [""]\n' if many else f'{name} = ""\n')
     for words in ([f"--{name}", ""], [f"--{name}="], ["--config", str(tmp_path / "c.toml")]):
         line = refusal(capsys, command, *words)
@@ -266,7 +266,7 @@ def test_samples_on_the_way(tmp_path: Path, capsys: pytest.CaptureFixture) -> No
     assert kinds == ["1", "2", "text", "3", "4", "text", "5", "5", "text"]
 
 
-@pytest.mark.parametrize("model", ["llama3-tiny", "qwen3-tiny", "mixtral-tiny"])
+@pytest.mark.parametrize("model", ["llama3-tiny", pytest.param("qwen3-tiny", marks=pytest.mark.slow), "mixtral-tiny"])
 def test_the_other_models_train(tmp_path: Path, model: str) -> None:
     found = lines(tmp_path, "--model", model, "--num_iteration", "6", "--warmup_iterations", "2", "--remat", "full")
     losses = [line["loss"] for line in found if "loss" in line]
@@ -287,6 +287,7 @@ def bigram_loss(train: np.ndarray, validation: np.ndarray) -> float:
     return float(-np.log(chances[validation[:-1], validation[1:]]).mean())
 
 
+@pytest.mark.slow
 def test_the_main_job_learns_more_than_pairs(tmp_path: Path) -> None:
     command = [sys.executable, str(ROOT / "run.py"), "--output_dir", str(tmp_path)]
     environment = {"PATH": "/usr/bin:/bin", "PYTHONUNBUFFERED": "1", "JAX_PLATFORMS": "cpu"}
