@@ -18,9 +18,9 @@ import time
 
 import torch
 import torch.distributed as dist
-import torch.nn.functional as F
 from torch import nn
 from torch.distributed.pipelining import PipelineStage, Schedule1F1B, ScheduleGPipe, ScheduleInterleaved1F1B
+from torch.nn import functional
 
 SIZES = ("layers", "dim", "heads", "kv-heads", "hidden", "vocab", "sequence", "microbatch", "microbatches")
 SCHEDULES = {"gpipe": ScheduleGPipe, "1f1b": Schedule1F1B, "interleaved": ScheduleInterleaved1F1B}
@@ -70,16 +70,16 @@ class Block(nn.Module):
         joint = self.qkv(self.before_attention(x_BTD)).split(self.split, dim=-1)
         q, k, v = (part.unflatten(-1, (-1, self.head)).transpose(1, 2) for part in joint)
         q, k = turned(q, turn_2TH), turned(k, turn_2TH)
-        mixed = F.scaled_dot_product_attention(q, k, v, is_causal=True, enable_gqa=self.grouped)
+        mixed = functional.scaled_dot_product_attention(q, k, v, is_causal=True, enable_gqa=self.grouped)
         x_BTD = x_BTD + self.merge(mixed.transpose(1, 2).flatten(2))
         gate, up = self.gate_up(self.before_mlp(x_BTD)).chunk(2, dim=-1)
-        return x_BTD + self.down(F.silu(gate) * up)
+        return x_BTD + self.down(functional.silu(gate) * up)
 
 
 class Chunk(nn.Module):
     """A run of layers; the first chunk has the embedding in front, the last one norm and head behind."""
 
-    turn_2TH: torch.Tensor
+    turn: torch.Tensor  # cosines and sines of the positions' angles, [2, T, H/2]
 
     def __init__(self, o: argparse.Namespace, layers: int, first: bool, last: bool) -> None:
         super().__init__()
@@ -88,19 +88,19 @@ class Chunk(nn.Module):
         self.head = nn.Sequential(Norm(o.dim), dense(o.dim, o.vocab)) if last else None
         half = torch.arange(o.dim // o.heads // 2) / (o.dim // o.heads // 2)
         angle_TH = torch.outer(torch.arange(o.sequence), THETA**-half)
-        self.register_buffer("turn_2TH", torch.stack([angle_TH.cos(), angle_TH.sin()]), persistent=False)
+        self.register_buffer("turn", torch.stack([angle_TH.cos(), angle_TH.sin()]), persistent=False)
 
     def forward(self, x: torch.Tensor) -> torch.Tensor:
         with torch.autocast(x.device.type, torch.bfloat16):
             x = x if self.embed is None else self.embed(x).bfloat16()
             for block in self.blocks:
-                x = block(x, self.turn_2TH)
+                x = block(x, self.turn)
             return x if self.head is None else self.head(x)
 
 
 def mean_loss(logits_BTV: torch.Tensor, labels_BT: torch.Tensor) -> torch.Tensor:
     """Mean cross entropy of a microbatch, in float32."""
-    return F.cross_entropy(logits_BTV.float().flatten(0, 1), labels_BT.flatten())
+    return functional.cross_entropy(logits_BTV.float().flatten(0, 1), labels_BT.flatten())
 
 
 def make_stage(o: argparse.Namespace, index: int, total: int, device: torch.device) -> PipelineStage:
