@@ -289,7 +289,7 @@ def correctness(devices: int, scale: Scale, note: Note) -> None:
         try:
             step = future.result()
             loss, grads = jax.device_get(step(each.params, each.batch))
-            values = errors(loss, jaxpp.unstack(grads), want)
+            values: dict[str, Any] = {**errors(loss, jaxpp.unstack(grads), want)}
             if on_gpus():
                 values["permutes"] = dict(Counter(permutes(step.as_text() or "")))
         except Exception as error:  # one that fails does not stop the others
