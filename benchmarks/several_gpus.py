@@ -35,7 +35,7 @@ from several_parts import PARTS, SCALES, Scale, layouts_of
 from jaxpp.curves import COLORS, GRID, INK
 
 Found = dict[str, dict[str, Any]]  # results by part and key
-BOUNDS = {"float32": 1e-5, "bfloat16": 2e-2, "scaling": 0.95}
+BOUNDS = {"float32": 1e-5, "bfloat16": 2e-2, "scaling": 0.95, "peer": 1.10}
 WIRE_NAMES = {"float32": "f32", "bfloat16": "bf16"}
 LEAVE = 6  # seconds kept for the picture and the summary
 
@@ -297,7 +297,9 @@ def scaling_rows(found: Found, devices: int) -> Iterator[Row]:
     ratio = full["tokens_per_second"] / replicas["tokens_per_second"] if replicas and full else None
     yield row(f"tokens/s, PP {devices} over DP {devices} with ZeRO 1", ratio, form=".3f")
     ratios = [a / b for a, b in turns(found)]
-    yield row("tokens/s, ours over the peer's (median)", statistics.median(ratios) if ratios else None, form=".3f")
+    value, bound = statistics.median(ratios) if ratios else None, BOUNDS["peer"]
+    good = value is not None and value >= bound
+    yield row("tokens/s, ours over the peer's (median)", value, f">= {bound:g}", good, ".3f")
     if ratios:
         yield Row("  of each turn", ", ".join(f"{ratio:.3f}" for ratio in ratios), "", "")
 
