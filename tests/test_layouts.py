@@ -132,7 +132,11 @@ def run(name: str, features: tuple[str, ...], **more: Any) -> tuple[Any, str]:
     return jax.device_get(result._replace(grads=jaxpp.unstack(jax.device_get(result.grads)))), step.as_text()
 
 
-@pytest.mark.parametrize("case", CASES, ids=ids)
+# All of its pairs are in others too.
+TWICE = [pytest.param(case, marks=[pytest.mark.slow] * (case[1] == ("SP", "CP", "EP"))) for case in CASES]
+
+
+@pytest.mark.parametrize("case", TWICE, ids=ids)
 def test_loss_and_every_gradient_equal_the_oracles(case: tuple[str, tuple[str, ...]]) -> None:
     """And every permute is a wire: another one, inside a slot that only some stages run, would hang."""
     name, features = case

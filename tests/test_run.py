@@ -266,7 +266,9 @@ def test_samples_on_the_way(tmp_path: Path, capsys: pytest.CaptureFixture) -> No
     assert kinds == ["1", "2", "text", "3", "4", "text", "5", "5", "text"]
 
 
-@pytest.mark.parametrize("model", ["llama3-tiny", pytest.param("qwen3-tiny", marks=pytest.mark.slow), "mixtral-tiny"])
+@pytest.mark.parametrize(
+    "model", [*(pytest.param(n, marks=pytest.mark.slow) for n in ("llama3-tiny", "qwen3-tiny")), "mixtral-tiny"]
+)
 def test_the_other_models_train(tmp_path: Path, model: str) -> None:
     found = lines(tmp_path, "--model", model, "--num_iteration", "6", "--warmup_iterations", "2", "--remat", "full")
     losses = [line["loss"] for line in found if "loss" in line]
