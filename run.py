@@ -190,8 +190,7 @@ def run_train(config: Config) -> None:
     build = builder(model)
     if source:
         hf.check_source(source, spec_of(dataclasses.replace(model, lora=None)))
-    started = config.lora_load_path is not None and not found
-    adapters = adapters_in(config.lora_load_path or "", model) if started else None
+    adapters = adapters_in(config.lora_load_path, model) if config.lora_load_path and not found else None
     resolved = describe_options(config, sizes)
     for option in ("save", "lora_save_path"):
         if getattr(config, option):

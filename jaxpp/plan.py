@@ -28,9 +28,8 @@ def make_plan(run: Run, build: Build, per_host: int = 8) -> dict[str, Any]:
     Args: per_host, devices of a host.
     Keys: ticks; bubble_fraction, with a backward of twice a forward; in_flight, microbatches of each rank, in units of
     the rank's whole share of layers; layers_per_stage; parameters, and the trained ones of them; wire_dtype;
-    wire_bytes_per_hop, of one send; mesh,
-    sizes of its axes; hosts; across_hosts, the axes whose neighbours are on different hosts; bytes_per_device, see
-    `bytes_per_device`.
+    wire_bytes_per_hop, of one send; mesh, sizes of its axes; hosts; across_hosts, the axes whose neighbours are on
+    different hosts; bytes_per_device, see `bytes_per_device`.
     """
     pipeline, schedule = run.pipeline, run.pipeline.schedule
     spec, base = halves_spec(run, build)
@@ -70,7 +69,7 @@ def bytes_per_device(run: Run, spec: Placed, base: Placed | None, ring: Any, str
     they run (XLA gathers a slot's layers ahead of their use). gradients: accumulators of those that are trained.
     optimizer: its moments. activations: the ring and the buffers in front of it. slot: the slot of the ring that is in
     use, beside it. logits: of a microbatch, or of a chunk of its tokens where the loss is taken so, and their
-    gradients, float32. total: all of these.
+    gradients, float32, in chunks with the table's. total: all of these.
 
     Args: spec and base, of `train.halves_spec`; ring and stream, of one rank, see `executor.workspace_spec`.
     """
@@ -95,7 +94,9 @@ def bytes_per_device(run: Run, spec: Placed, base: Placed | None, ring: Any, str
     whole = partition.join(spec, base)
     logits = jax.eval_shape(lambda head, embed, x: head(x, embed), whole.head, whole.embed, stream)
     tokens, vocab = prod(logits.shape[:-1]), logits.shape[-1]
-    chunk = losses.CHUNK if losses.in_chunks(whole.head, stream, tokens) else tokens
+    in_chunks = losses.in_chunks(whole.head, stream, tokens)
+    # Beside a chunk's logits the sum of the table's gradient, as large as the table.
+    summed_table = prod(jax.eval_shape(_table, whole, stream).shape) if in_chunks and base is None else 0
     moments = {"adamw": 2, "sgd": 0}[run.config.optimizer]
     size = {name: jnp.dtype(getattr(pipeline.precision, name)).itemsize for name in ("param", "compute", "accumulate")}
     held_by_ring = sum(map(split, jax.tree.leaves(ring)))
@@ -107,9 +108,13 @@ def bytes_per_device(run: Run, spec: Placed, base: Placed | None, ring: Any, str
         "activations": held_by_ring + buffers // parts,
         # A ring of one slot is not updated in place: as it is written, and as it is read.
         "slot": held_by_ring // schedule.ring_slots * (2 if schedule.ring_slots == 1 else 1),
-        "logits": 2 * 4 * min(chunk, tokens) * vocab // tensor,
+        "logits": 4 * (2 * (losses.CHUNK if in_chunks else tokens) * vocab + summed_table) // tensor,
     }
     return found | {"total": sum(found.values())}
+
+
+def _table(model: Placed, stream: Any) -> Any:
+    return model.head.factors(stream, model.embed)[1]
 
 
 def _ways(spec: PartitionSpec, mesh: Any) -> int:

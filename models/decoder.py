@@ -9,10 +9,10 @@ from typing import Any
 import jax
 from flax import nnx
 
-from jaxpp.probe import tap
 from jaxpp.sharding import constrain
 from models.attention import Attention, AttentionSpec, Cache, dropout
-from models.dense import logits, normal
+from models.dense import normal
+from models.head import Head
 from models.lora import LoraSpec
 from models.mlp import GatedMLP
 from models.norm import RMSNorm
@@ -111,28 +111,6 @@ class Block(nnx.Module):
         return x_BTD + self.mlp(self.norm2(x_BTD)), cache
 
 
-class Head(nnx.Module):
-    """Final norm and projection to the vocabulary, by the embedding's table where tied."""
-
-    def __init__(self, key: jax.Array, config: DecoderConfig) -> None:
-        self.norm = RMSNorm(config.dim, config.epsilon)
-        if not config.tied:
-            self.table = nnx.Param(normal(key, (config.vocab_size, config.dim), config.std), axes=("vocab", None))
-        self.tied, self.vocab = config.tied, config.vocab_size
-
-    def factors(self, x_BTD: Any, embed: Embed) -> tuple[jax.Array, jax.Array]:
-        """What `logits` takes: the normalised stream, and the table of the vocabulary [V, D]."""
-        table_VD = embed.tokens[...] if self.tied else self.table[...]
-        return constrain(self.norm(x_BTD), None, None, None), table_VD
-
-    def logits(self, x_BTD: jax.Array, table_VD: jax.Array) -> jax.Array:
-        """The last product, [B, T, V]."""
-        return logits(x_BTD, table_VD, self.vocab)
-
-    def __call__(self, x_BTD: Any, embed: Embed) -> jax.Array:
-        return tap("logits", self.logits(*self.factors(x_BTD, embed)))
-
-
 class Decoder(nnx.Module):
     """The whole model: `embed`, `blocks`, `head`, as the library asks of a model; subclasses name other parts."""
 
@@ -143,4 +121,4 @@ class Decoder(nnx.Module):
         embed, head, blocks = jax.random.split(key, 3)
         self.embed = make_embed(embed, config)
         self.blocks = nnx.List([make_block(jax.random.fold_in(blocks, i), config) for i in range(config.layers)])
-        self.head = make_head(head, config)
+        self.head = make_head(head, config, RMSNorm)

@@ -8,10 +8,10 @@ from dataclasses import dataclass
 import jax
 from flax import nnx
 
-from jaxpp.probe import tap
 from jaxpp.sharding import constrain
 from models.attention import Attention, AttentionSpec, Cache, dropout
-from models.dense import logits, normal
+from models.dense import normal
+from models.head import Head
 from models.lora import LoraSpec
 from models.mlp import GeluMLP
 from models.norm import LayerNorm
@@ -100,28 +100,6 @@ class Block(nnx.Module):
         return x_BTD + self.mlp(self.norm2(x_BTD)), cache
 
 
-class Head(nnx.Module):
-    """Final norm and projection to the vocabulary, by the embedding's table where tied."""
-
-    def __init__(self, key: jax.Array, config: GPT2Config) -> None:
-        self.norm = LayerNorm(config.dim, config.epsilon)
-        if not config.tied:
-            self.table = nnx.Param(normal(key, (config.vocab_size, config.dim), config.std), axes=("vocab", None))
-        self.tied, self.vocab = config.tied, config.vocab_size
-
-    def factors(self, x_BTD: jax.Array, embed: Embed) -> tuple[jax.Array, jax.Array]:
-        """What `logits` takes: the normalised stream, and the table of the vocabulary [V, D]."""
-        table_VD = embed.tokens[...] if self.tied else self.table[...]
-        return constrain(self.norm(x_BTD), None, None, None), table_VD
-
-    def logits(self, x_BTD: jax.Array, table_VD: jax.Array) -> jax.Array:
-        """The last product, [B, T, V]."""
-        return logits(x_BTD, table_VD, self.vocab)
-
-    def __call__(self, x_BTD: jax.Array, embed: Embed) -> jax.Array:
-        return tap("logits", self.logits(*self.factors(x_BTD, embed)))
-
-
 class GPT2(nnx.Module):
     """The whole model: `embed`, `blocks`, `head`, as the library asks of a model."""
 
@@ -129,4 +107,4 @@ class GPT2(nnx.Module):
         embed, head, blocks = jax.random.split(key, 3)
         self.embed = Embed(embed, config)
         self.blocks = nnx.List([Block(jax.random.fold_in(blocks, i), config) for i in range(config.layers)])
-        self.head = Head(head, config)
+        self.head = Head(head, config, LayerNorm)

@@ -17,7 +17,8 @@ import jax.numpy as jnp
 
 from jaxpp.losses import count_valid, token_loss
 from models.attention import AttentionSpec, Cache, dropout
-from models.decoder import Block, Decoder, DecoderConfig, Embed, Head
+from models.decoder import Block, Decoder, DecoderConfig, Embed
+from models.head import Head
 from models.moe import MoE, Routing
 from models.rope import Rope
 
@@ -71,7 +72,7 @@ class MixtralBlock(Block):
 class MixtralHead(Head):
     """The head reads x_BTD of the stream."""
 
-    def factors(self, stream: dict, embed: Embed) -> tuple[jax.Array, jax.Array]:
+    def factors(self, stream: dict, embed: Any) -> tuple[jax.Array, jax.Array]:
         return super().factors(stream["x"], embed)
 
 

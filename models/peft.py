@@ -52,17 +52,17 @@ def targets_of(kind: str, names: Sequence[str] | None, where: str = "lora_target
     known = MODULES[kind]
     if names is None:
         return DEFAULTS[kind]
+    choices = ", ".join(known)
     if tuple(names) == (ALL,):
+        if kind == "mixtral":  # PEFT's would be
+            raise ValueError(f"{where}={ALL} has experts of {kind} among it, which have no adapters: use {choices}")
         return tuple(known)
     found = set()
     for name in names:
         of_layers = re.sub(r"\.\d+\.", ".{i}.", name)  # PEFT may name the module of every layer
         matches = {target for target, module in known.items() if f".{module}".endswith(f".{of_layers}")}
         if not matches:
-            raise ValueError(
-                f"{where}={name!r} is no module of {kind} that can have an adapter: use {ALL} or some of"
-                f" {', '.join(known)}"
-            )
+            raise ValueError(f"{where}={name!r} is no module of {kind} that can have an adapter: use some of {choices}")
         found |= matches
     return tuple(target for target in known if target in found)
 

@@ -174,3 +174,27 @@ def test_generate_and_eval_take_adapters(
         assert run.main(["eval", *words, *more]) == 0
         found.append(json.loads(capsys.readouterr().out)["loss"])
     assert abs(found[0] - found[1]) > 1e-3
+
+
+def test_a_base_that_was_drawn_comes_back_from_its_seed(
+    text: str, tmp_path: Path, capsys: pytest.CaptureFixture
+) -> None:
+    saved = str(tmp_path / "saved")
+    words = ["--model", "qwen3-tiny", "--seed", "3", "--lora_rank", "2", "--pipeline_parallel", "2"]
+    train(tmp_path, text, 2, *words, "--save", saved)
+    want = json.loads((tmp_path / "out" / "metrics.jsonl").read_text().splitlines()[-1])["val_loss"]
+    capsys.readouterr()
+    assert run.main(["eval", "--load", saved, "--eval_batches", "8", "--json", "--pipeline_parallel", "1"]) == 0
+    assert json.loads(capsys.readouterr().out)["loss"] == pytest.approx(want, rel=1e-5)
+
+
+def test_the_precision_check_sees_adapters_too(
+    bases: dict[str, str], text: str, tmp_path: Path, capsys: pytest.CaptureFixture, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Tensors of one stage and of two are equal to rounding."""
+    monkeypatch.setenv("PJRT_NPROC", "16")  # is set for good otherwise
+    given = ["--init_from", bases["llama"], "--lora_rank", "2", "--precision_check", "level=2,save_tensors=true"]
+    for stages in ("1", "2"):
+        train(tmp_path / stages, text, 1, *given, "--pipeline_parallel", stages)
+    folders = [str(tmp_path / stages / "out" / "precision") for stages in ("1", "2")]
+    assert run.main(["compare", *folders, "--rtol", "1e-4"]) == 0, capsys.readouterr().out

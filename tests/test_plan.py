@@ -100,10 +100,10 @@ def test_gathering_by_layer_counts(make):
 
 
 def test_logits_are_of_a_chunk_where_there_are_many(make):
-    """2 and 16 rows of 1024 tokens: of them 4096 at a time, float32, and their gradients."""
+    """2 and 16 rows of 1024 tokens: of them 4096 at a time, float32, and their gradients, then also the table's."""
     words = ["--model", "gpt2", "--sequence_length", "1024", "--batch_size"]
     few, many = (make(*words, rows)["bytes_per_device"]["logits"] for rows in ("2", "16"))
-    assert (few, many) == (8 * 2048 * 50257, 8 * 4096 * 50257)
+    assert (few, many) == (8 * 2048 * 50257, 8 * 4096 * 50257 + 4 * 768 * 50257)
 
 
 def test_activations_do_not_grow_with_microbatches(make):
