@@ -1,5 +1,6 @@
 """Eight emulated devices, set before JAX starts, which it does here: run.py would ask for another number."""
 
+import gc
 import os
 import sys
 import tempfile
@@ -26,6 +27,9 @@ for name, value in ({"compilation_cache_dir": os.environ["JAX_COMPILATION_CACHE_
     os.environ[f"JAX_{name.upper()}"] = str(value)
     jax.config.update(f"jax_{name}", value)
 assert len(jax.devices()) == 8
+# What is imported stays, and what is traced is much: looking through it all again and again takes minutes.
+gc.freeze()
+gc.set_threshold(100_000, 20, 20)
 
 
 @pytest.fixture(autouse=True)

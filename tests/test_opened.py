@@ -57,7 +57,7 @@ def ours(folder: str, adapters: str | None = None) -> np.ndarray:
 
 
 @pytest.mark.parametrize(
-    "family", ["gpt2", "llama", *(pytest.param(n, marks=pytest.mark.slow) for n in ("qwen3", "mixtral"))]
+    "family", ["llama", *(pytest.param(n, marks=pytest.mark.slow) for n in ("gpt2", "qwen3", "mixtral"))]
 )
 def test_peft_loads_what_we_trained(family: str, bases: dict[str, str], text: str, tmp_path: Path) -> None:
     """Trained over 2 stages; the base beside PEFT's adapters, merged by PEFT, and exported by us: the same logits."""

@@ -24,7 +24,7 @@ from jaxpp import probe, slots
 from jaxpp.executor import train_step
 from jaxpp.losses import token_loss
 from jaxpp.probe import BACKWARD, FORWARD, Probe, Spot, Tap
-from models import attention, decoder, gpt2, mlp, moe
+from models import attention, head, mlp, moe
 
 ROOT = Path(__file__).parent.parent
 Shown = dict[tuple[Tap, Spot], np.ndarray]
@@ -187,7 +187,7 @@ def test_without_a_probe_there_is_nothing(monkeypatch: pytest.MonkeyPatch, name:
     assert "callback" not in usual
     assert "callback" in lowered(remat="none", probe=Probe(1, Sink()))
     with monkeypatch.context() as patch:
-        for module in (attention, decoder, gpt2, mlp, moe, probe):
+        for module in (attention, head, mlp, moe, probe):
             patch.setattr(module, "tap", lambda name, x, level=2: x)
         patch.setattr(probe, "call", lambda _, block, *args: block(*args))
         patch.setattr(probe, "mark", lambda _, microbatch, *args: microbatch)
