@@ -2,9 +2,10 @@
 
 Inside `shard_map`, manual over all axes but `tensor`, every rank walks the schedule's tables. A tick is
 
-    F slot (cond) -> forward send -> B slot (cond) -> backward send
+    backward send of the last tick's B, in flight during the F slot -> forward send of its result, during the B slot
 
-so the forward wire is in flight while the B slot computes. Backward is explicit: `jax.vjp` of one layer at a time, its
+A slot is a branch: nothing where it is idle. What a table says alike for all ticks and ranks is no branch: on one stage
+none is left. Backward is explicit: `jax.vjp` of one layer at a time, its
 residuals in a ring of static size, so memory does not grow with the number of microbatches (gpipe apart). There is no
 collective over the pipe inside a slot.
 
@@ -21,7 +22,7 @@ import jax.numpy as jnp
 import numpy as np
 from jax.sharding import Mesh, NamedSharding, PartitionSpec
 
-from jaxpp import partition, remat, sharding, slots, wire
+from jaxpp import partition, remat, sharding, slots, trees, wire
 from jaxpp.losses import token_loss, with_metrics
 from jaxpp.mesh import CONTEXT, MANUAL, PIPE, ROWS, TENSOR, count
 from jaxpp.partition import Placed, Rest
@@ -98,7 +99,7 @@ def train_step(
             wire.check(workspace_struct(pipeline, params, batch, key, frozen), workspace, "workspace")
         except ValueError as error:
             raise ValueError(f"the workspace is of another batch or pipeline: {error}") from None
-    tables = (_by_name(pipeline.schedule.forward), _by_name(pipeline.schedule.backward))
+    tables = (_varying(pipeline.schedule.forward), _varying(pipeline.schedule.backward))
     ring_spec = jax.tree.map(lambda _: PartitionSpec(MANUAL), workspace)
     grads_spec = jax.tree.map(lambda r: partition.manual(r.grad), _rest(pipeline, params))
     out_specs = (PartitionSpec(), grads_spec, ring_spec)
@@ -112,9 +113,8 @@ def train_step(
 def eval_step(pipeline: Pipeline, params: Placed, batch: dict[str, jax.Array]) -> tuple[jax.Array, jax.Array]:
     """Forward only, through the same pipeline: loss summed over valid tokens, and their count, float32 [] both."""
     _check(pipeline, params, batch)
-    forward = _by_name(pipeline.schedule.forward)
-    ticks = int(np.flatnonzero((pipeline.schedule.forward.chunk != IDLE).any(axis=1))[-1]) + 1
-    tables = (jax.tree.map(lambda a: a[:ticks], forward),)
+    forward = _varying(pipeline.schedule.forward)
+    tables = (jax.tree.map(lambda a: a[: _forward_ticks(pipeline.schedule)], forward),)
     specs = (PartitionSpec(), PartitionSpec())
     return _mapped(pipeline, _evaluate, specs)(params, batch, tables, (None, None), None)
 
@@ -139,9 +139,10 @@ def workspace_struct(
 ) -> Tree:
     """Shapes and shardings of a ring for `train_step`, [ranks, slots, ...] over the ranks. Arguments may be abstract.
 
-    None where layers are split over the tensor axis: the compiler then places the ring itself, inside the step.
+    None where layers are split over the tensor axis, when the compiler places the ring itself, inside the step, and
+    where nothing waits in it from tick to tick.
     """
-    if pipeline.mesh.shape[TENSOR] > 1:
+    if pipeline.mesh.shape[TENSOR] > 1 or not pipeline.schedule.waits:
         return None
     ranks = count(pipeline.mesh, MANUAL)
     where = NamedSharding(pipeline.mesh, PartitionSpec(MANUAL))
@@ -156,6 +157,11 @@ def new_workspace(
     spec = workspace_struct(pipeline, params, batch, key, frozen)
     make = lambda: jax.tree.map(lambda a: jnp.zeros(a.shape, a.dtype), spec)
     return jax.jit(make, out_shardings=jax.tree.map(lambda a: a.sharding, spec))()
+
+
+def _forward_ticks(schedule: Schedule) -> int:
+    """Ticks until the last F has run."""
+    return int(np.flatnonzero((schedule.forward.chunk != IDLE).any(axis=1))[-1]) + 1
 
 
 def _rest(pipeline: Pipeline, params: Placed) -> Placed:
@@ -198,8 +204,9 @@ def _mapped(pipeline: Pipeline, body: Callable, out_specs: Tree) -> Callable:
     return run
 
 
-def _by_name(table: Slots) -> dict[str, jax.Array]:
-    return {name: jnp.asarray(getattr(table, name)) for name in Slots.__dataclass_fields__}
+def _varying(table: Slots) -> dict[str, jax.Array]:
+    """The columns of a table that are not the same everywhere; the others are its `constants`."""
+    return {k: jnp.asarray(getattr(table, k)) for k in Slots.__dataclass_fields__ if k not in table.constants()}
 
 
 def _chunk_table(params: Placed) -> dict[str, jax.Array]:
@@ -238,11 +245,13 @@ def _train(ctx: Context, shapes: Shapes, tables: tuple, ring: Tree) -> tuple[dic
     on_wire = wire.on_wire(link, shapes.stream)
     start = lambda a, r: sharding.constrain_leaf(jnp.zeros(a.shape, pipeline.precision.accumulate), r.names)
     accumulators = jax.tree.map(start, (ctx.weights, ctx.outer), (rest.blocks, rest.outer))
-    carry = {
-        "ring": slots.blank(shapes.ring) if ring is None else jax.tree.map(lambda a: a[0], ring),
-        "outputs": slots.blank(shapes.stream, schedule.output_slots),
-        "arrived": slots.blank(on_wire, schedule.forward_inbox),
-        "returned": slots.blank(shapes.stream, schedule.backward_inbox),
+    held = {"ring": trees.blank(shapes.ring), "outputs": trees.blank(shapes.stream, schedule.output_slots)}
+    if ring is not None:
+        held["ring"] = jax.tree.map(lambda a: a[0], ring)
+    carry = (held if schedule.waits else {}) | {
+        "arrived": trees.blank(on_wire, schedule.forward_inbox),
+        "cotangent": trees.blank(shapes.stream),
+        "returned": trees.blank(shapes.stream, schedule.backward_inbox),
         "blocks": accumulators[0],
         "outer": accumulators[1],
         "losses": {
@@ -251,20 +260,20 @@ def _train(ctx: Context, shapes: Shapes, tables: tuple, ring: Tree) -> tuple[dic
         },
     }
 
-    def tick(carry: dict, row: tuple[dict, dict]) -> tuple[dict, None]:
-        f, b = jax.tree.map(lambda a: a[0], row)
-        carry = dict(carry)
+    def tick(before: dict, row: tuple[dict, dict]) -> tuple[dict, None]:
+        f, b = (known | jax.tree.map(lambda a: a[0], one) for known, one in zip(constants, row, strict=True))
+        carry = held | before
+        returned = wire.backward_send(link, shapes.stream, carry["cotangent"])
         carry["ring"], carry["outputs"], out = slots.forward_slot(ctx, shapes, f, carry)
+        carry["returned"] = trees.put(carry["returned"], b["arrive"], returned)
         arrival = wire.forward_send(link, shapes.stream, out)
-        slot_of = ("blocks", "outer", "losses")
-        *totals, cotangent = slots.backward_slot(ctx, shapes, b, carry)
-        carry |= dict(zip(slot_of, totals, strict=True))
-        carry["arrived"] = slots.put(carry["arrived"], f["arrive"], arrival)
-        returned = wire.backward_send(link, shapes.stream, cotangent)
-        carry["returned"] = slots.put(carry["returned"], b["arrive"], returned)
-        return carry, None
+        *totals, carry["cotangent"] = slots.backward_slot(ctx, shapes, b, carry)
+        carry |= dict(zip(("blocks", "outer", "losses"), totals, strict=True))
+        carry["arrived"] = trees.put(carry["arrived"], f["arrive"], arrival)
+        return {name: carry[name] for name in before}, None
 
-    carry, _ = jax.lax.scan(tick, carry, tables)
+    constants = (schedule.forward.constants(), schedule.backward.constants())
+    carry, _ = jax.lax.scan(tick, carry, tables, length=schedule.ticks)
     losses = jax.lax.psum(carry["losses"], MANUAL)
     reduce = partial(_reduce, pipeline)
     blocks = jax.tree.map(reduce, carry["blocks"], rest.blocks)
@@ -298,20 +307,21 @@ def _evaluate(ctx: Context, shapes: Shapes, tables: tuple, ring: None) -> tuple[
 
     def tick(carry: tuple[Tree, jax.Array], row: tuple[dict]) -> tuple[tuple[Tree, jax.Array], None]:
         arrived, total = carry
-        f = jax.tree.map(lambda a: a[0], row[0])
+        f = constants | jax.tree.map(lambda a: a[0], row[0])
         c, m = f["chunk"], f["microbatch"]
 
         @jax.named_scope("forward_slot")
         def run(total: jax.Array) -> tuple[jax.Array, Tree]:
             out = slots.plain_forward(ctx, c, m, slots.chunk_input(ctx, shapes, f, m, arrived))
-            outer, microbatch = ctx.outer, slots.at(ctx.batch, m)
+            outer, microbatch = ctx.outer, trees.at(ctx.batch, m)
             loss = lambda: with_metrics(pipeline.loss(outer["head"], outer["embed"], out, microbatch))[0]
             return total + sharding.cond(f["output"] != IDLE, loss, lambda: jnp.zeros(())), out
 
-        total, out = sharding.cond(c != IDLE, run, lambda total: (total, slots.blank(shapes.stream)), total)
+        total, out = sharding.cond(c != IDLE, run, lambda total: (total, trees.blank(shapes.stream)), total)
         arrival = wire.forward_send(link, shapes.stream, out)
-        return (slots.put(arrived, f["arrive"], arrival), total), None
+        return (trees.put(arrived, f["arrive"], arrival), total), None
 
-    start = (slots.blank(on_wire, pipeline.schedule.forward_inbox), jnp.zeros(()))
-    (_, total), _ = jax.lax.scan(tick, start, tables)
+    constants = pipeline.schedule.forward.constants()
+    start = (trees.blank(on_wire, pipeline.schedule.forward_inbox), jnp.zeros(()))
+    (_, total), _ = jax.lax.scan(tick, start, tables, length=_forward_ticks(pipeline.schedule))
     return jax.lax.psum(total, MANUAL), ctx.count

@@ -108,7 +108,7 @@ def bytes_per_device(run: Run, spec: Placed, base: Placed | None, ring: Any, str
         "activations": held_by_ring + buffers // parts,
         # A ring of one slot is not updated in place: as it is written, and as it is read.
         "slot": held_by_ring // schedule.ring_slots * (2 if schedule.ring_slots == 1 else 1),
-        "logits": 4 * (2 * (losses.CHUNK if in_chunks else tokens) * vocab + summed_table) // tensor,
+        "logits": 4 * (2 * (min(tokens, losses.CHUNK) if in_chunks else tokens) * vocab + summed_table) // tensor,
     }
     return found | {"total": sum(found.values())}
 

@@ -10,10 +10,29 @@ from difflib import get_close_matches
 from typing import Any, NamedTuple
 
 import jax
+from jax.ad_checkpoint import checkpoint_name
 from jax.core import Tracer
 
 Tree = Any
-POLICIES = {"dots": "dots_saveable"}  # our names for policies of jax.checkpoint_policies
+_KEPT = "kept"  # the name that `keep` gives
+# What a fused attention kernel returns is kept like a product: it takes as long. By the name of JAX's primitive.
+_KERNELS = ("dot_product_attention_fwd",)
+
+
+def keep(x: Tree) -> Tree:
+    """Mark arrays of a layer as worth keeping under "dots": what is cheap to have again before them then is not run."""
+    return jax.tree.map(lambda a: checkpoint_name(a, _KEPT), x)
+
+
+def _dots(primitive: Any, *args: Any, **parameters: Any) -> bool:
+    """Keep products, what attention kernels return, and what `keep` marks."""
+    if primitive.name == "name":
+        return parameters["name"] == _KEPT
+    kernel = primitive.name.startswith(_KERNELS)
+    return kernel or jax.checkpoint_policies.dots_saveable(primitive, *args, **parameters)
+
+
+POLICIES = {"dots": _dots}  # beside those of jax.checkpoint_policies
 _FACTORIES = ("save_", "offload_")  # these are not policies but make them from arguments
 
 
@@ -36,7 +55,7 @@ def checkpointed(layer: Callable, remat: str) -> Callable:
     """A layer under the policy's `jax.checkpoint`; as it is for "none", and for "full", which keeps chunk inputs."""
     if remat in ("none", "full"):
         return layer
-    return jax.checkpoint(layer, policy=getattr(jax.checkpoint_policies, POLICIES.get(remat, remat)))
+    return jax.checkpoint(layer, policy=POLICIES.get(remat) or getattr(jax.checkpoint_policies, remat))
 
 
 class Template(NamedTuple):

@@ -28,7 +28,8 @@ class Slots:
     chunk, microbatch: what is computed.
     ring: where in the rank's ring the forward's residuals stand, from its F to its B.
     read: the inbox slot that holds the input; -1 where the input comes from the embedding (F) or the loss (B).
-    arrive: the inbox slot that the tick's arrival is written to, after the slot has run; never one still to be read.
+    arrive: the inbox slot that an arrival is written to, never one still to be read: forward what was sent in the same
+    tick, after it; backward what was sent in the tick before, before B.
     output: where the last chunk's output stands from its F to its B; -1 on every other chunk.
     """
 
@@ -38,6 +39,11 @@ class Slots:
     read: np.ndarray
     arrive: np.ndarray
     output: np.ndarray
+
+    def constants(self) -> dict[str, int]:
+        """The columns that hold one number everywhere, with it: what they decide is decided while a step is traced."""
+        columns = {name: getattr(self, name) for name in self.__dataclass_fields__}
+        return {name: int(a.flat[0]) for name, a in columns.items() if (a == a.flat[0]).all()}
 
 
 @dataclass(frozen=True)
@@ -71,6 +77,12 @@ class Schedule:
     def ticks(self) -> int:
         """Number of ticks T."""
         return self.forward.chunk.shape[0]
+
+    @property
+    def waits(self) -> bool:
+        """Whether a forward's residuals wait for a later tick; on one stage 1f1b uses them in their own."""
+        f, b = self.forward, self.backward
+        return not (np.array_equal(f.chunk, b.chunk) and np.array_equal(f.microbatch, b.microbatch))
 
     def in_flight(self) -> list[int]:
         """Chunk forwards whose backward has not run, at most, for each rank (units: one chunk of one microbatch)."""
@@ -166,7 +178,7 @@ def _tables(
             last = [(chunks - 1, m) for m in range(microbatches)]
             held = {i: (forward[s][i], backward[s][i] + 1) for i in last}
             _assign(last, held, ((f, "output"), (b, "output")), s)
-        for table, when, step in ((f, forward, -1), (b, backward, +1)):
+        for table, when, step, late in ((f, forward, -1, 0), (b, backward, +1, 1)):
             waits = {}
             for c, m in items:
                 neighbour = divmod(c * stages + s + step, stages)
@@ -176,7 +188,7 @@ def _tables(
             waits |= {("idle", t): (t, t + 1) for t in range(ticks) if t not in arrivals}
             for item, slot in _allocate(waits).items():
                 sent, read = waits[item]
-                table["arrive"][sent, s] = slot
+                table["arrive"][(sent + late) % ticks, s] = slot  # before the first tick nothing waits in any slot
                 if item[0] != "idle":
                     table["read"][read, s] = slot
     return Schedule(name, stages, chunks, microbatches, Slots(**f), Slots(**b))
@@ -212,9 +224,18 @@ def validate(schedule: Schedule) -> None:
     seen: dict[str, set] = {"F": set(), "B": set()}
     ring, outputs = [{} for _ in range(s_)], [{} for _ in range(s_)]
     inbox = {"F": [{} for _ in range(s_)], "B": [{} for _ in range(s_)]}
+    sent: dict[str, dict] = {"F": {}, "B": {}}
+
+    def arrive(kind: str, table: Slots, t: int) -> None:
+        for s in range(s_):
+            slot = int(table.arrive[t, s])
+            _require(slot >= 0, f"{schedule.name}: tick {t}, rank {s} has no inbox slot for what arrives")
+            inbox[kind][s][slot] = sent[kind].pop(s, None)
+
     for t in range(schedule.ticks):
-        sent = {"F": {}, "B": {}}
         for kind, table, step in (("F", f, 1), ("B", b, -1)):
+            if kind == "B":
+                arrive("B", b, t)  # of the tick before
             for s in range(s_):
                 c, m = int(table.chunk[t, s]), int(table.microbatch[t, s])
                 if c == IDLE:
@@ -246,10 +267,7 @@ def validate(schedule: Schedule) -> None:
                     got = outputs[s].get(int(b.output[t, s])) if g == last else m
                     _require(got == m, f"{place} needs its own output, found that of {got}")
                 sent[kind][(s + step) % s_] = (g, m)
-            for s in range(s_):
-                slot = int(table.arrive[t, s])
-                _require(slot >= 0, f"{schedule.name}: tick {t}, rank {s} has no inbox slot for what arrives")
-                inbox[kind][s][slot] = sent[kind].get(s)
+        arrive("F", f, t)
     every = set(itertools.product(range(s_), range(schedule.chunks), range(schedule.microbatches)))
     for kind, items in seen.items():
         for s, c, m in sorted(every - items)[:1]:

@@ -6,7 +6,7 @@ arXiv:1909.08053; Korthikanti et al. 2022, arXiv:2205.05198): columns, rows and 
 branch; under sequence parallelism what stands between the branches is split over the sequence.
 """
 
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
 from contextvars import ContextVar
 from typing import Any
@@ -22,6 +22,8 @@ Tree = Any
 RULES = {"vocab": TENSOR, "heads": TENSOR, "kv_heads": TENSOR, "ff": TENSOR, "experts": EXPERT}
 SEQUENCE = {"sequence": TENSOR}  # under sequence parallelism
 PADDED = ("vocab",)  # dims that are padded, inside the step alone, where their axis does not divide them
+# They are then also whole tiles of a GPU's products (GPT-2's 50257 tokens), if that is little of them.
+TILE, SHORT = 128, 2**13
 _rules: ContextVar[dict[str, str]] = ContextVar("rules", default=RULES)
 
 
@@ -53,8 +55,8 @@ def axis_of(name: str | None, size: int, mesh: Any) -> str | None:
 
 def padding(names: PartitionSpec, shape: tuple[int, ...], mesh: Any) -> list[tuple[int, int]]:
     """How far each dim is padded inside the step, as `jnp.pad` takes it."""
-    by_dim = [(name, n, mesh.shape[RULES[name]] if name in PADDED else 1) for name, n in named(names, shape)]
-    return [(0, -n % ways) for _, n, ways in by_dim]
+    ways = lambda name, n: mesh.shape[RULES[name]] * (TILE if n >= SHORT else 1) if name in PADDED else 1
+    return [(0, -n % ways(name, n)) for name, n in named(names, shape)]
 
 
 def named(names: PartitionSpec, shape: tuple[int, ...]) -> list[tuple[str | None, int]]:
@@ -91,11 +93,18 @@ def pad(x: jax.Array, names: PartitionSpec, mesh: Any) -> jax.Array:
 
 
 def cond(which: Any, yes: Callable, no: Callable, *args: Any) -> Any:
-    """`jax.lax.cond` whose branches may split their results differently.
+    """`jax.lax.cond`, decided here where `which` is known while tracing; otherwise as `switch`."""
+    if isinstance(which, bool):
+        return yes(*args) if which else no(*args)
+    return switch(jnp.asarray(which, jnp.int32), [no, yes], *args)
 
-    XLA refuses branches that end in different sharding annotations; behind a barrier it settles on one for both.
+
+def switch(which: Any, branches: Sequence[Callable], *args: Any) -> Any:
+    """`jax.lax.switch` whose branches may split their results differently.
+
+    XLA refuses branches that end in different sharding annotations; behind a barrier it settles on one for all.
     """
     if ways(TENSOR) == 1:
-        return jax.lax.cond(which, yes, no, *args)
+        return jax.lax.switch(which, branches, *args)
     behind = lambda branch: lambda *args: jax.lax.optimization_barrier(branch(*args))
-    return jax.lax.cond(which, behind(yes), behind(no), *args)
+    return jax.lax.switch(which, [behind(branch) for branch in branches], *args)

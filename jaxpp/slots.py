@@ -14,7 +14,7 @@ from typing import Any, NamedTuple
 
 import jax
 import jax.numpy as jnp
-from jax.sharding import Mesh, PartitionSpec
+from jax.sharding import AbstractMesh, Mesh, PartitionSpec
 
 from jaxpp import partition, probe, remat, sharding, wire
 from jaxpp.losses import count_valid, token_loss, with_metrics
@@ -23,8 +23,12 @@ from jaxpp.partition import Placed, Rest, join
 from jaxpp.precision import Precision
 from jaxpp.probe import Probe
 from jaxpp.schedules import IDLE, Schedule
+from jaxpp.trees import at, blank, cast, cast_like, put
 
 Tree = Any
+# Where each slot of the ring is an array of its own, chosen by a branch: nothing is copied, while a GPU copies a
+# microbatch's residuals in and out of a stack of them. A CPU copies the whole ring in every branch instead.
+SWITCHED = ("gpu",)
 
 
 @dataclass(frozen=True)
@@ -44,6 +48,12 @@ class Pipeline:
     zero_gather: str = "step"
     sequence_parallel: bool = False
     probe: Probe | None = None  # needs remat="none": a policy would run a layer, and its taps, twice
+
+    @property
+    def banks(self) -> int:
+        """Arrays that the ring is made of: one a slot, or one stack of all slots; a ring of inputs alone is small."""
+        platform = "" if isinstance(self.mesh, AbstractMesh) else self.mesh.devices.flat[0].platform
+        return self.schedule.ring_slots if platform in SWITCHED and self.remat != "full" else 1
 
     @property
     def wire(self) -> wire.Wire:
@@ -77,13 +87,8 @@ class Context(NamedTuple):
     frozen: tuple[list, dict] | None
     layer_rest: Any
 
-    def chunk_of(self, c: jax.Array, weights: list) -> list:
-        if self.pipeline.schedule.chunks == 1:
-            return jax.tree.map(lambda a: a[0], weights)
-        return jax.tree.map(lambda a: at(a, c), weights)
-
     def chunk_weights(self, c: jax.Array) -> list:
-        return self.chunk_of(c, self.weights)
+        return at(self.weights, c)
 
     def layer(self, block: Any, frozen: Any) -> Any:
         """A layer as it computes, from its halves in `chunk_weights` and `known`."""
@@ -95,7 +100,7 @@ class Context(NamedTuple):
     def known(self, c: jax.Array, m: jax.Array) -> list:
         """(microbatch, key, frozen half) for the layer of each place: what the B slot can build again."""
         microbatch = at(self.batch, m)
-        frozen = [None] * len(self.weights) if self.frozen is None else self.chunk_of(c, self.frozen[0])
+        frozen = [None] * len(self.weights) if self.frozen is None else at(self.frozen[0], c)
         layers = ((self.first[c] + k, half) for k, half in enumerate(frozen))
         return [(probe.mark(self.pipeline.probe, microbatch, m, i), self.layer_key(m, i), half) for i, half in layers]
 
@@ -248,36 +253,12 @@ def make_shapes(ctx: Context) -> Shapes:
     marked, pairs = probe.mark_spec(pipeline.probe, microbatch), zip(chunk, frozen, strict=True)
     templates = [remat.template(_layer(ctx), block, stream, (marked, key, half)) for block, half in pairs]
     kept = stream if pipeline.remat == "full" else [t.kept for t in templates]
-    slots = pipeline.schedule.ring_slots
-    ring = jax.tree.map(lambda a: jax.ShapeDtypeStruct((slots, *a.shape), a.dtype), kept)
+    banks = pipeline.banks
+    slots = pipeline.schedule.ring_slots // banks
+    ring = [jax.tree.map(lambda a: jax.ShapeDtypeStruct((slots, *a.shape), a.dtype), kept)] * banks
     loss = lambda outer, out, batch: with_metrics(pipeline.loss(outer["head"], outer["embed"], out, batch))[1]
     metrics = jax.eval_shape(loss, ctx.whole(outer), stream, microbatch)
     return Shapes(stream, templates, ring, metrics)
-
-
-def at(tree: Tree, index: jax.Array | int) -> Tree:
-    return jax.tree.map(lambda a: jax.lax.dynamic_index_in_dim(a, index, keepdims=False), tree)
-
-
-def put(tree: Tree, index: jax.Array, value: Tree) -> Tree:
-    """Write `value` at `index` of the first dim; a buffer of one slot is simply replaced."""
-    return jax.tree.map(
-        lambda a, v: v[None] if a.shape[0] == 1 else jax.lax.dynamic_update_index_in_dim(a, v, index, 0), tree, value
-    )
-
-
-def blank(spec: Tree, slots: int | None = None) -> Tree:
-    """What stands where nothing was computed. It is never read into a result: a test fills it with NaN."""
-    lead = () if slots is None else (slots,)
-    return jax.tree.map(lambda a: jnp.zeros((*lead, *a.shape), a.dtype), spec)
-
-
-def cast(a: jax.Array, dtype: Any) -> jax.Array:
-    return a.astype(dtype) if jnp.issubdtype(a.dtype, jnp.floating) else a
-
-
-def cast_like(tree: Tree, spec: Tree) -> Tree:
-    return jax.tree.map(lambda a, s: a.astype(s.dtype), tree, spec)
 
 
 def _chunk_forward(ctx: Context, weights: list, known: list, count: jax.Array, stream: Tree) -> tuple[Tree, list]:
@@ -336,26 +317,33 @@ def chunk_input(ctx: Context, shapes: Shapes, f: dict, m: jax.Array, arrived: Tr
     )
 
 
+def _run_slot(row: dict, banks: int, run: Callable, idle: Callable, *args: Any) -> Any:
+    """idle(*args), or run(bank, slot, *args) with the row's place in the ring: its bank, and its slot there."""
+    if banks == 1:
+        return sharding.cond(row["chunk"] != IDLE, partial(run, 0, row["ring"]), idle, *args)
+    return sharding.switch(row["ring"] - IDLE, [idle, *(partial(run, bank, 0) for bank in range(banks))], *args)
+
+
 @jax.named_scope("forward_slot")
 def forward_slot(ctx: Context, shapes: Shapes, f: dict, carry: dict) -> tuple[Tree, Tree, Tree]:
     """F: run a chunk forward, keep its residuals in the ring. Returns ring, outputs, and what is sent."""
     full = ctx.pipeline.remat == "full"
     c, m, last = f["chunk"], f["microbatch"], f["output"] != IDLE
 
-    def run(ring: Tree, outputs: Tree, arrived: Tree) -> tuple[Tree, Tree, Tree]:
+    def run(bank: int, slot: Any, ring: list, outputs: Tree, arrived: Tree) -> tuple[list, Tree, Tree]:
         stream = chunk_input(ctx, shapes, f, m, arrived)
         if full:
             # B runs the chunk again from its input, so on the last chunk there is nothing to do here.
-            out = sharding.cond(last, lambda x: x, lambda x: plain_forward(ctx, c, m, x), stream)
-            return put(ring, f["ring"], stream), outputs, out
-        out, kept = _chunk_forward(ctx, ctx.chunk_weights(c), ctx.known(c, m), ctx.counts[c], stream)
-        outputs = sharding.cond(last, lambda: put(outputs, f["output"], out), lambda: outputs)
-        return put(ring, f["ring"], kept), outputs, out
+            kept, out = stream, sharding.cond(last, lambda x: x, lambda x: plain_forward(ctx, c, m, x), stream)
+        else:
+            out, kept = _chunk_forward(ctx, ctx.chunk_weights(c), ctx.known(c, m), ctx.counts[c], stream)
+            outputs = sharding.cond(last, lambda: put(outputs, f["output"], out), lambda: outputs)
+        return [put(held, slot, kept) if i == bank else held for i, held in enumerate(ring)], outputs, out
 
-    def idle(ring: Tree, outputs: Tree, arrived: Tree) -> tuple[Tree, Tree, Tree]:
+    def idle(ring: list, outputs: Tree, arrived: Tree) -> tuple[list, Tree, Tree]:
         return ring, outputs, blank(shapes.stream)
 
-    return sharding.cond(c != IDLE, run, idle, carry["ring"], carry["outputs"], carry["arrived"])
+    return _run_slot(f, len(shapes.ring), run, idle, carry["ring"], carry["outputs"], carry["arrived"])
 
 
 def plain_forward(ctx: Context, c: jax.Array, m: jax.Array, stream: Tree) -> Tree:
@@ -380,9 +368,11 @@ def backward_slot(ctx: Context, shapes: Shapes, b: dict, carry: dict) -> tuple[l
     """
     c, m = b["chunk"], b["microbatch"]
 
-    def run(blocks: list, outer: dict, losses: dict, carry: dict) -> tuple[list, dict, dict, Tree]:
+    def run(
+        bank: int, slot: Any, blocks: list, outer: dict, losses: dict, carry: dict
+    ) -> tuple[list, dict, dict, Tree]:
         weights, known = ctx.chunk_weights(c), ctx.known(c, m)
-        kept = at(carry["ring"], b["ring"])
+        kept = at(carry["ring"][bank], slot)
         if ctx.pipeline.remat == "full":
             out, kept = _chunk_forward(ctx, weights, known, ctx.counts[c], kept)
         else:
@@ -394,14 +384,17 @@ def backward_slot(ctx: Context, shapes: Shapes, b: dict, carry: dict) -> tuple[l
             *(outer, losses, out),
         )
         blocks, cotangent = _chunk_backward(ctx, shapes, c, weights, known, kept, blocks, cotangent)
-        first = (c == 0) & (jax.lax.axis_index(PIPE) == 0)
+        first = c == 0
+        if ctx.pipeline.schedule.stages > 1:
+            first &= jax.lax.axis_index(PIPE) == 0
         outer = sharding.cond(first, partial(_embed_backward, ctx, m), lambda o, _: o, outer, cotangent)
         return blocks, outer, losses, cotangent
 
     def idle(blocks: list, outer: dict, losses: dict, carry: dict) -> tuple[list, dict, dict, Tree]:
         return blocks, outer, losses, blank(shapes.stream)
 
-    return sharding.cond(c != IDLE, run, idle, carry["blocks"], carry["outer"], carry["losses"], carry)
+    args = (carry["blocks"], carry["outer"], carry["losses"], carry)
+    return _run_slot(b, len(shapes.ring), run, idle, *args)
 
 
 @jax.named_scope("head")
@@ -426,6 +419,8 @@ def _head_backward(ctx: Context, m: jax.Array, outer: dict, losses: dict, out: T
 @jax.named_scope("embed")
 def _embed_backward(ctx: Context, m: jax.Array, outer: dict, cotangent: Tree) -> dict:
     """Gradients of the embedding from the first chunk's cotangent; the lookup is run again."""
-    _, vjp = jax.vjp(partial(ctx.embed, m), ctx.outer["embed"])
+    # In the accumulator's dtype, as a token's gradient is a sum over all places where it stands.
+    wide = jax.tree.map(partial(cast, dtype=ctx.pipeline.precision.accumulate), ctx.outer["embed"])
+    _, vjp = jax.vjp(lambda embed: cast_like(ctx.embed(m, embed), cotangent), wide)
     (found,) = vjp(ctx.note_embed(m, probe.BACKWARD, cotangent))
     return outer | {"embed": jax.tree.map(lambda a, g: a + g.astype(a.dtype), outer["embed"], found)}

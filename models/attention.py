@@ -20,6 +20,7 @@ from jax.sharding import PartitionSpec
 from jaxpp import exchange
 from jaxpp.mesh import CONTEXT, TENSOR
 from jaxpp.probe import tap
+from jaxpp.remat import keep
 from jaxpp.sharding import constrain, ways
 from models import lora
 from models.dense import dropout, normal, project
@@ -212,6 +213,7 @@ class Attention(nnx.Module):
         q_BTNH, k_BTKH, v_BTKH = self._heads(constrain(x_BTD, None, None, None), positions, lora_key)
         q_BTNH = constrain(q_BTNH, None, None, "heads", None)
         k_BTKH, v_BTKH = (constrain(a, None, None, "kv_heads", None) for a in (k_BTKH, v_BTKH))
+        q_BTNH, k_BTKH, v_BTKH = keep((q_BTNH, k_BTKH, v_BTKH))
         y_BTNH = tap("attention.heads", attend(self.spec, q_BTNH, k_BTKH, v_BTKH, microbatch.get("segments"), key))
         return constrain(self._out(y_BTNH, lora_key), None, "sequence", None)
 
@@ -227,13 +229,12 @@ class Attention(nnx.Module):
     def _heads(
         self, x_BTD: jax.Array, positions: jax.Array, lora_key: jax.Array | None = None
     ) -> tuple[jax.Array, jax.Array, jax.Array]:
-        q_BTNH = lora.added(self.lora, project(x_BTD, self.wq[...]), x_BTD, lora_key, "q")
-        kv_BTCKH = lora.added(self.lora, project(x_BTD, self.wkv[...]), x_BTD, lora_key, "k", "v")
+        bq, bkv = (self.bq[...], self.bkv[...]) if self.spec.bias else (None, None)
+        q_BTNH = lora.added(self.lora, project(x_BTD, self.wq[...], bias=bq), x_BTD, lora_key, "q")
+        kv_BTCKH = lora.added(self.lora, project(x_BTD, self.wkv[...], bias=bkv), x_BTD, lora_key, "k", "v")
         if self.lora is not None and "qkv" in self.lora.places:
             low_BTCNH = self.lora.one("qkv", x_BTD, lora_key)
             q_BTNH, kv_BTCKH = q_BTNH + low_BTCNH[:, :, 0], kv_BTCKH + low_BTCNH[:, :, 1:]
-        if self.spec.bias:
-            q_BTNH, kv_BTCKH = q_BTNH + self.bq[...], kv_BTCKH + self.bkv[...]
         q_BTNH, kv_BTCKH = tap("attention.q", q_BTNH), tap("attention.kv", kv_BTCKH)
         k_BTKH, v_BTKH = kv_BTCKH[:, :, 0], kv_BTCKH[:, :, 1]
         if self.spec.qk_norm is not None:

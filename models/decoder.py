@@ -9,6 +9,7 @@ from typing import Any
 import jax
 from flax import nnx
 
+from jaxpp.remat import keep
 from jaxpp.sharding import constrain
 from models.attention import Attention, AttentionSpec, Cache, dropout
 from models.dense import normal
@@ -101,7 +102,8 @@ class Block(nnx.Module):
 
     def __call__(self, x_BTD: Any, microbatch: dict[str, jax.Array], key: jax.Array | None) -> Any:
         keys = self.keys(key)
-        x_BTD = x_BTD + dropout(self.attention(self.norm1(x_BTD), microbatch, keys[0], key), self.rate, keys[1])
+        y_BTD = dropout(self.attention(self.norm1(x_BTD), microbatch, keys[0], key), self.rate, keys[1])
+        x_BTD = keep(x_BTD + y_BTD)
         return x_BTD + dropout(self.mlp(self.norm2(x_BTD), key), self.rate, keys[2])
 
     def extend(self, x_BTD: Any, cache: Cache, start: jax.Array) -> tuple[Any, Cache]:

@@ -6,8 +6,10 @@ Legend: B microbatch size, T sequence, D model, V vocabulary.
 from dataclasses import dataclass
 
 import jax
+import jax.numpy as jnp
 from flax import nnx
 
+from jaxpp.remat import keep
 from jaxpp.sharding import constrain
 from models.attention import Attention, AttentionSpec, Cache, dropout
 from models.dense import normal
@@ -67,12 +69,11 @@ class Embed(nnx.Module):
 
     def __call__(self, microbatch: dict[str, jax.Array], key: jax.Array | None) -> jax.Array:
         tokens_BT = microbatch["tokens"]
-        if "positions" in microbatch:
-            place_BTD = self.positions[...][microbatch["positions"]]
-        else:
-            # Whole on every rank: a part of a split table would have to be permuted.
-            place_BTD = constrain(self.positions[...][: tokens_BT.shape[1]], None, None)
-        x_BTD = constrain(self.tokens[...][tokens_BT] + place_BTD, None, "sequence", None)
+        # Looked up for each row by itself: a sum over rows, its gradient otherwise, made XLA lay out the whole stream
+        # with rows last, and transpose it before every product.
+        places_BT = microbatch.get("positions", jnp.broadcast_to(jnp.arange(tokens_BT.shape[1]), tokens_BT.shape))
+        x_BTD = self.tokens[...][tokens_BT] + self.positions[...][places_BT]
+        x_BTD = constrain(x_BTD, None, "sequence", None)
         return dropout(x_BTD, self.rate, key)
 
 
@@ -90,7 +91,8 @@ class Block(nnx.Module):
 
     def __call__(self, x_BTD: jax.Array, microbatch: dict[str, jax.Array], key: jax.Array | None) -> jax.Array:
         keys = (None, None, None) if key is None or self.rate == 0.0 else jax.random.split(key, 3)
-        x_BTD = x_BTD + dropout(self.attention(self.norm1(x_BTD), microbatch, keys[0], key), self.rate, keys[1])
+        y_BTD = dropout(self.attention(self.norm1(x_BTD), microbatch, keys[0], key), self.rate, keys[1])
+        x_BTD = keep(x_BTD + y_BTD)
         return x_BTD + dropout(self.mlp(self.norm2(x_BTD), key), self.rate, keys[2])
 
     def extend(self, x_BTD: jax.Array, cache: Cache, start: jax.Array) -> tuple[jax.Array, Cache]:

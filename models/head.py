@@ -8,9 +8,10 @@ from typing import Any
 import jax
 from flax import nnx
 
+from jaxpp.losses import logits, mask_padding
 from jaxpp.probe import tap
 from jaxpp.sharding import constrain
-from models.dense import logits, normal
+from models.dense import normal
 
 
 class Head(nnx.Module):
@@ -26,13 +27,9 @@ class Head(nnx.Module):
         self.tied, self.vocab = config.tied, config.vocab_size
 
     def factors(self, stream: Any, embed: Any) -> tuple[jax.Array, jax.Array]:
-        """What `logits` takes: the normalised stream [B, T, D], and the table of the vocabulary [V, D]."""
+        """Of the logits: the normalised stream [B, T, D], and the table [V, D], whose rows from `vocab` on only pad."""
         table_VD = embed.tokens[...] if self.tied else self.table[...]
         return constrain(self.norm(stream), None, None, None), table_VD
 
-    def logits(self, x_BTD: jax.Array, table_VD: jax.Array) -> jax.Array:
-        """The last product, [B, T, V]."""
-        return logits(x_BTD, table_VD, self.vocab)
-
     def __call__(self, stream: Any, embed: Any) -> jax.Array:
-        return tap("logits", self.logits(*self.factors(stream, embed)))
+        return tap("logits", mask_padding(logits(*self.factors(stream, embed)), self.vocab))

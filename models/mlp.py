@@ -3,6 +3,7 @@
 Legend: B microbatch size, T sequence, D model, F feed-forward.
 """
 
+import math
 from collections.abc import Callable
 
 import jax
@@ -10,6 +11,7 @@ import jax.numpy as jnp
 from flax import nnx
 
 from jaxpp.probe import tap
+from jaxpp.remat import keep
 from jaxpp.sharding import constrain
 from models import lora
 from models.dense import normal, project
@@ -23,8 +25,8 @@ def in_float32(function: Callable, x: jax.Array) -> jax.Array:
 
 
 def gelu(x: jax.Array) -> jax.Array:
-    """The tanh form of GELU (Hendrycks and Gimpel 2016, arXiv:1606.08415)."""
-    return jax.nn.gelu(x, approximate=True)
+    """The tanh form of GELU (Hendrycks and Gimpel 2016, arXiv:1606.08415), as (1 + tanh u) / 2 = sigmoid(2 u)."""
+    return x * jax.nn.sigmoid(2 * math.sqrt(2 / math.pi) * (x + 0.044715 * x**3))
 
 
 class GeluMLP(nnx.Module):
@@ -42,8 +44,8 @@ class GeluMLP(nnx.Module):
 
     def __call__(self, x_BTD: jax.Array, lora_key: jax.Array | None = None) -> jax.Array:
         x_BTD = constrain(x_BTD, None, None, None)
-        h_BTF = lora.added(self.lora, project(x_BTD, self.wi[...]), x_BTD, lora_key, "up") + self.bi[...]
-        h_BTF = tap("mlp.hidden", in_float32(gelu, constrain(h_BTF, None, None, "ff")))
+        h_BTF = lora.added(self.lora, project(x_BTD, self.wi[...], bias=self.bi[...]), x_BTD, lora_key, "up")
+        h_BTF = tap("mlp.hidden", in_float32(gelu, keep(constrain(h_BTF, None, None, "ff"))))
         y_BTD = lora.added(self.lora, project(h_BTF, self.wo[...]), h_BTF, lora_key, "down")
         return tap("mlp.output", constrain(y_BTD, None, "sequence", None) + self.bo[...])
 
@@ -72,10 +74,9 @@ class GatedMLP(nnx.Module):
 
     def __call__(self, x_BTD: jax.Array, lora_key: jax.Array | None = None) -> jax.Array:
         x_BTD = constrain(x_BTD, None, None, None)
-        h_BTCF = lora.added(self.lora, project(x_BTD, self.wi[...]), x_BTD, lora_key, "gate", "up")
-        h_BTCF = constrain(h_BTCF, None, None, None, "ff")
-        if self.bias:
-            h_BTCF = h_BTCF + self.bi[...]
+        bias = self.bi[...] if self.bias else None
+        h_BTCF = lora.added(self.lora, project(x_BTD, self.wi[...], bias=bias), x_BTD, lora_key, "gate", "up")
+        h_BTCF = keep(constrain(h_BTCF, None, None, None, "ff"))
         h_BTF = tap("mlp.hidden", gate(h_BTCF[..., 0, :], h_BTCF[..., 1, :]))
         y_BTD = lora.added(self.lora, project(h_BTF, self.wo[...]), h_BTF, lora_key, "down")
         y_BTD = constrain(y_BTD, None, "sequence", None)

@@ -1,11 +1,16 @@
 """Normalisation, its statistics in float32 whatever the stream's dtype.
 
-Legend: B microbatch size, T sequence, D model.
+Legend: B microbatch size, T sequence, D model, N tokens (all dims but the last).
 """
 
 import jax
 import jax.numpy as jnp
 from flax import nnx
+
+from jaxpp import kernels
+from jaxpp.mesh import TENSOR
+from jaxpp.remat import keep
+from jaxpp.sharding import ways
 
 
 class LayerNorm(nnx.Module):
@@ -17,11 +22,7 @@ class LayerNorm(nnx.Module):
         self.epsilon = epsilon
 
     def __call__(self, x_BTD: jax.Array) -> jax.Array:
-        wide_BTD = x_BTD.astype(jnp.float32)
-        centred_BTD = wide_BTD - wide_BTD.mean(-1, keepdims=True)
-        normal_BTD = centred_BTD * jax.lax.rsqrt(jnp.square(centred_BTD).mean(-1, keepdims=True) + self.epsilon)
-        scale, bias = self.scale[...], self.bias[...]
-        return (normal_BTD * scale.astype(jnp.float32) + bias.astype(jnp.float32)).astype(scale.dtype)
+        return normalise(x_BTD, self.scale[...], self.bias[...], self.epsilon)
 
 
 class RMSNorm(nnx.Module):
@@ -32,7 +33,58 @@ class RMSNorm(nnx.Module):
         self.epsilon = epsilon
 
     def __call__(self, x_BTD: jax.Array) -> jax.Array:
-        wide_BTD = x_BTD.astype(jnp.float32)
-        normal_BTD = wide_BTD * jax.lax.rsqrt(jnp.square(wide_BTD).mean(-1, keepdims=True) + self.epsilon)
-        scale = self.scale[...]
-        return (normal_BTD * scale.astype(jnp.float32)).astype(scale.dtype)
+        return normalise(x_BTD, self.scale[...], None, self.epsilon)
+
+
+def normalise(x_BTD: jax.Array, scale_D: jax.Array, bias_D: jax.Array | None, epsilon: float) -> jax.Array:
+    """Layer normalisation of the last dim, or without a bias RMS normalisation; returns the scale's dtype."""
+    dtype = scale_D.dtype
+
+    def forward(x_BTD: jax.Array, scale_D: jax.Array, bias_D: jax.Array | None) -> tuple[jax.Array, tuple]:
+        wide_BTD, mean_BT1 = x_BTD.astype(jnp.float32), None
+        if bias_D is not None:
+            mean_BT1 = keep(wide_BTD.mean(-1, keepdims=True))
+            wide_BTD = wide_BTD - mean_BT1
+        rstd_BT1 = keep(jax.lax.rsqrt(jnp.square(wide_BTD).mean(-1, keepdims=True) + epsilon))
+        y_BTD = wide_BTD * rstd_BT1 * scale_D.astype(jnp.float32)
+        y_BTD = y_BTD if bias_D is None else y_BTD + bias_D.astype(jnp.float32)
+        return y_BTD.astype(dtype), (x_BTD, scale_D, mean_BT1, rstd_BT1)
+
+    def backward(kept: tuple, g_BTD: jax.Array) -> tuple[jax.Array, jax.Array, jax.Array | None]:
+        x_BTD, scale_D, mean_BT1, rstd_BT1 = kept
+        by_platform = _plain_backward if ways(TENSOR) > 1 else _backward
+        dx_BTD, dscale_D, dbias_D = by_platform(x_BTD, g_BTD, scale_D, mean_BT1, rstd_BT1)
+        return dx_BTD, dscale_D.astype(dtype), None if mean_BT1 is None else dbias_D.astype(dtype)
+
+    run = jax.custom_vjp(lambda *args: forward(*args)[0])
+    run.defvjp(forward, backward)
+    return run(x_BTD, scale_D, bias_D)
+
+
+def _backward(
+    x_BTD: jax.Array, g_BTD: jax.Array, scale_D: jax.Array, mean_BT1: jax.Array | None, rstd_BT1: jax.Array
+) -> tuple[jax.Array, jax.Array, jax.Array]:
+    """By `kernels.norm_backward` on a GPU."""
+    args = (x_BTD, g_BTD, scale_D, *(() if mean_BT1 is None else (mean_BT1,)), rstd_BT1)
+    unpack = lambda args: args if len(args) == 5 else (*args[:3], None, args[3])
+
+    def kernel(*args: jax.Array) -> tuple[jax.Array, jax.Array, jax.Array]:
+        x, g, scale_D, mean, rstd = unpack(args)
+        x_ND, g_ND = (a.reshape(-1, a.shape[-1]) for a in (x, g))
+        mean_N = None if mean is None else mean.reshape(-1)
+        dx_ND, *sums = kernels.norm_backward(x_ND, g_ND, scale_D, mean_N, rstd.reshape(-1))
+        return dx_ND.reshape(x.shape), *sums
+
+    return jax.lax.platform_dependent(*args, cuda=kernel, default=lambda *args: _plain_backward(*unpack(args)))
+
+
+def _plain_backward(
+    x_BTD: jax.Array, g_BTD: jax.Array, scale_D: jax.Array, mean_BT1: jax.Array | None, rstd_BT1: jax.Array
+) -> tuple[jax.Array, jax.Array, jax.Array]:
+    x, g = x_BTD.astype(jnp.float32), g_BTD.astype(jnp.float32)
+    normal = (x if mean_BT1 is None else x - mean_BT1) * rstd_BT1
+    wide = g * scale_D.astype(jnp.float32)
+    dx = wide - normal * (wide * normal).mean(-1, keepdims=True)
+    dx = dx if mean_BT1 is None else dx - wide.mean(-1, keepdims=True)
+    rows = tuple(range(x.ndim - 1))
+    return (rstd_BT1 * dx).astype(x_BTD.dtype), (g * normal).sum(rows), g.sum(rows)

@@ -15,7 +15,7 @@ import reference
 import toy
 
 import jaxpp
-from jaxpp import executor, slots
+from jaxpp import executor, slots, trees
 from jaxpp.executor import eval_step, new_workspace, train_step
 from jaxpp.losses import count_valid, token_loss
 
@@ -136,12 +136,6 @@ def test_a_block_that_is_nan_at_zero_in_warm_up_ticks(remat: str) -> None:
     assert_parity(toy.run(net, batch, stages=4, remat=remat), reference.value_and_grad(net, batch))
 
 
-def _nan(spec: Any, slots: int | None = None) -> Any:
-    lead = () if slots is None else (slots,)
-    value = lambda a: np.nan if jnp.issubdtype(a.dtype, jnp.floating) else 0
-    return jax.tree.map(lambda a: jnp.full((*lead, *a.shape), value(a), a.dtype), spec)
-
-
 @pytest.mark.parametrize(
     ("name", "layers", "chunks", "remat"),
     [
@@ -156,8 +150,9 @@ def test_bubbles_never_touch_a_number(monkeypatch: Any, name: str, layers: int, 
     """Everything that idle slots and empty places would read is NaN, and S=4, M=3 has many."""
     net, batch = toy.model(layers, tied=True), toy.batch(3)
     pipeline, params = toy.set_up(net, batch, name=name, stages=4, chunks=chunks, remat=remat)
-    monkeypatch.setattr(slots, "blank", _nan)
-    workspace = _nan(new_workspace(pipeline, params, batch))
+    for module in (slots, trees):
+        monkeypatch.setattr(module, "blank", toy.nans)
+    workspace = toy.nans(new_workspace(pipeline, params, batch))
     result = jax.jit(partial(train_step, pipeline))(params, batch, None, workspace)
     grads = jaxpp.unstack(jax.device_get(result.grads))
     assert_parity(result._replace(grads=grads), reference.value_and_grad(net, batch))
@@ -305,10 +300,10 @@ def test_the_schedule_asked_for_is_the_one_executed(name: str, chunks: int, in_f
     """In flight, not only in name: the slots of a ring full of NaN that each rank has written."""
     batch = toy.batch(16, vocab=toy.NARROW)
     pipeline, params = toy.set_up(toy.model(8, toy.NARROW), batch, name=name, stages=4, chunks=chunks, remat="full")
-    ring = _nan(new_workspace(pipeline, params, batch))
+    (ring,) = toy.nans(new_workspace(pipeline, params, batch))
     assert ring.shape == (4, max(in_flight), toy.B, toy.T, toy.DIM)
     step = partial(train_step, pipeline)
-    ring = np.asarray(jax.jit(step)(params, batch, None, ring).workspace)
+    ring = np.asarray(jax.jit(step)(params, batch, None, [ring]).workspace[0])
     assert np.isfinite(ring).all(axis=(2, 3, 4)).sum(axis=1).tolist() == in_flight
     scans = [e for e in toy.equations(toy.step_jaxpr(pipeline, params, batch)) if e.primitive.name == "scan"]
     assert [e.params["length"] for e in scans] == [pipeline.schedule.ticks]

@@ -16,7 +16,9 @@ EXECUTOR = {"schedules", "partition", "wire", "mesh", "precision", "remat", "los
 MAY_IMPORT = {
     "schedules": set(),
     "precision": set(),
-    "losses": set(),
+    "kernels": set(),
+    "trees": set(),
+    "losses": {"kernels", "mesh", "sharding"},
     "mesh": set(),
     "sharding": {"mesh"},
     "exchange": {"mesh", "sharding"},
@@ -24,8 +26,8 @@ MAY_IMPORT = {
     "probe": {"mesh"},
     "wire": EXECUTOR,
     "partition": EXECUTOR,
-    "slots": EXECUTOR,
-    "executor": EXECUTOR | {"slots"},
+    "slots": EXECUTOR | {"trees"},
+    "executor": EXECUTOR | {"slots", "trees"},
 }
 
 

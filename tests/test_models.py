@@ -4,6 +4,7 @@ Legend: B microbatch size, T sequence, D model, N heads, K kv heads, H head dim,
 """
 
 import dataclasses
+import math
 from functools import cache
 from typing import Any
 
@@ -11,12 +12,14 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 import pytest
+import reference
 
 import models
 from models.attention import dropout
 from models.dense import project
 from models.lora import LoraSpec
-from models.norm import LayerNorm
+from models.mlp import gelu
+from models.norm import LayerNorm, RMSNorm
 
 SMALL = models.GPT2Config(vocab_size=61, positions=12, layers=3, dim=24, heads=3)
 TOKENS_BT = np.random.default_rng(0).integers(0, SMALL.vocab_size, (2, 10))
@@ -233,6 +236,38 @@ def test_project_is_a_tensor_product(summed):
     w = rng.normal(size=(*(4, 5)[2 - summed :], 6, 2)).astype(np.float32)
     got = project(jnp.asarray(x), jnp.asarray(w), summed)
     np.testing.assert_allclose(got, np.tensordot(x, w, summed), rtol=1e-5, atol=1e-5)
+
+
+@pytest.mark.parametrize("summed", [1, 2])
+def test_project_adds_a_bias(summed):
+    rng = np.random.default_rng(0)
+    x, w, bias = (jnp.asarray(rng.normal(size=n), jnp.float32) for n in ((2, 3, 4, 5)[: 2 + summed], (4, 5, 6)[:3], 6))
+    w = w if summed == 2 else w[:, 0]
+    np.testing.assert_allclose(project(x, w, summed, bias), np.tensordot(x, w, summed) + bias, rtol=1e-5, atol=1e-5)
+
+
+def test_gelu_is_the_tanh_form():
+    x = jnp.linspace(-12, 12, 1001)
+    wide, inner = np.asarray(x, np.float64), math.sqrt(2 / math.pi)
+    half = 0.5 * (1 + np.tanh(inner * (wide + 0.044715 * wide**3)))
+    slope = half + 2 * half * (1 - half) * wide * inner * (1 + 3 * 0.044715 * wide**2)
+    for got, want in zip(jax.vmap(jax.value_and_grad(gelu))(x), (wide * half, slope), strict=True):
+        np.testing.assert_allclose(got, want, rtol=1e-5, atol=1e-8)
+
+
+@pytest.mark.parametrize("kind", [LayerNorm, RMSNorm])
+def test_gradients_of_norms_are_those_of_their_definition(kind):
+    rng = np.random.default_rng(0)
+    norm = jax.tree.map(lambda a: a + rng.normal(size=a.shape).astype(np.float32), kind(24))
+    x, g = (jnp.asarray(rng.normal(size=(2, 3, 24)) + 1, jnp.float32) for _ in range(2))
+
+    def defined(norm, x):
+        x = x - x.mean(-1, keepdims=True) if kind is LayerNorm else x
+        y = x / jnp.sqrt(jnp.square(x).mean(-1, keepdims=True) + norm.epsilon) * norm.scale[...]
+        return y + norm.bias[...] if kind is LayerNorm else y
+
+    want, got = (jax.vjp(f, norm, x) for f in (defined, lambda norm, x: norm(x)))
+    assert reference.error((got[0], got[1](g)), (want[0], want[1](g))) <= 1e-6
 
 
 def test_norm_statistics_are_float32():

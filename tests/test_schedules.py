@@ -339,3 +339,23 @@ def test_module_imports_numpy_only() -> None:
             assert node.level == 0
             roots.add(node.module.split(".")[0])
     assert roots - sys.stdlib_module_names == {"numpy"}
+
+
+@quick
+@given(any_schedule())
+def test_constants_are_what_a_table_says_everywhere(schedule: Schedule) -> None:
+    for table in (schedule.forward, schedule.backward):
+        found = table.constants()
+        for name, column in vars(table).items():
+            assert (name in found) == (len(set(column.flat)) == 1)
+            assert name not in found or found[name] == column[0, 0]
+
+
+@pytest.mark.parametrize(
+    ("name", "stages", "microbatches", "waits"),
+    [("1f1b", 1, 5, False), ("1f1b", 1, 1, False), ("gpipe", 1, 5, True), ("gpipe", 1, 1, False), ("1f1b", 2, 1, True)],
+)
+def test_residuals_wait_where_a_backward_is_later_than_its_forward(
+    name: str, stages: int, microbatches: int, waits: bool
+) -> None:
+    assert build(name, stages, microbatches).waits == waits

@@ -233,3 +233,10 @@ def all_pairs(factors: dict, seed: int = 0) -> list[dict]:
         cases.append(max(tries, key=lambda case: len(pairs_of(case) & missing)))
         missing -= pairs_of(cases[-1])
     return cases
+
+
+def nans(spec: Any, slots: int | None = None) -> Any:
+    """`trees.blank` with NaN in it, so that what reads it shows."""
+    lead = () if slots is None else (slots,)
+    value = lambda a: np.nan if jnp.issubdtype(a.dtype, jnp.floating) else 0
+    return jax.tree.map(lambda a: jnp.full((*lead, *a.shape), value(a), a.dtype), spec)
