@@ -8,6 +8,7 @@
     python run.py eval [options]        loss and perplexity of a trained model over a text
     python run.py plot RUNS... [options]    draw the curves of runs
     python run.py compare A B [options] hold two runs against each other
+    python run.py bench [options]       tokens/s, MFU and memory of the training step, beside peers
 
 Options: python run.py COMMAND --help
 """
@@ -32,6 +33,7 @@ from jax.experimental import multihost_utils
 
 import models
 from jaxpp import (
+    bench,
     checkpoint,
     compare,
     curves,
@@ -50,7 +52,7 @@ from jaxpp import (
 )
 from jaxpp import config as options
 from jaxpp.config import Config, EvalConfig, ExportConfig, GenerateConfig, PlanConfig
-from jaxpp.options import check_ranges, parse
+from jaxpp.options import check_letters, check_ranges, parse
 from models import flops, hf, peft
 from models.attention import kernel
 from models.generate import Sampling, generate
@@ -305,16 +307,6 @@ def run_generate(config: GenerateConfig) -> None:
     print()
 
 
-def check_letters(name: str, text: str) -> None:
-    """Refuse, with a ValueError, text with letters that UTF-8 has not, such as bytes of another encoding."""
-    try:
-        text.encode()
-    except UnicodeEncodeError as error:
-        raise ValueError(
-            f"{name}={text!r} is not text in UTF-8 (letter {error.start}): type it anew, or set LC_ALL=C.UTF-8"
-        ) from None
-
-
 def run_export(config: ExportConfig) -> None:
     """Write a Hugging Face folder, one tensor at a time."""
     if config.load is None or config.to is None:
@@ -378,6 +370,40 @@ def run_plan(config: PlanConfig) -> None:
         print(plan.as_text(run, found, width, terminal and "NO_COLOR" not in os.environ))
 
 
+def model_of_bench(config: bench.BenchConfig) -> tuple[Config, models.ModelConfig]:
+    """The options, and the model with as many layers as they ask for, checked. Raises ValueError."""
+    resolved, model, *_ = start_of(config)
+    model = dataclasses.replace(model, layers=bench.layers_of(config, model.layers))
+    options.check(resolved, model.layers, model.positions)
+    return resolved, model
+
+
+def bench_turn(config: bench.BenchConfig) -> dict[str, Any]:
+    """Time the training step, in this process."""
+    resolved, model = model_of_bench(config)
+    model, sizes, grid = lay_out(resolved, model)
+    more = {"loss": models.training_loss(model), "trained": trained_type(model)}
+    run = train.make_run(resolved, sizes, grid, model.layers, **more)
+    counts = {name: bench.Count(said, count(model, sizes.length)) for name, (said, count) in flops.COUNTS.items()}
+    return bench.measure(run, builder(model), model.vocab_size, counts, config.bench_steps)
+
+
+def bench_train(config: bench.BenchConfig) -> int:
+    """Measure the training step in turn with peers."""
+    resolved, model = model_of_bench(config)
+    name = resolved.init_from or resolved.llmc_filepath or resolved.model or DEFAULT_MODEL
+    return bench.against(config, bench_turn, f"{name}, {model.layers} layers")
+
+
+BENCHES = {"train": bench_train}  # by bench.KINDS
+
+
+def run_bench(config: bench.BenchConfig) -> int:
+    """Measure what is asked for."""
+    bench.check(config)
+    return BENCHES[config.what[0]](config)
+
+
 class Command(NamedTuple):
     """A command of run.py: its options, a frozen dataclass, and what it does with them (None: exit code 0)."""
 
@@ -394,6 +420,7 @@ COMMANDS = {
     "eval": Command(EvalConfig, run_eval),
     "plot": Command(curves.PlotConfig, curves.run),
     "compare": Command(compare.CompareConfig, compare.run),
+    "bench": Command(bench.BenchConfig, run_bench),
 }
 
 

@@ -183,3 +183,13 @@ def check_ranges(options: Any) -> None:
                 raise ValueError(f"{each.name}={value} must be at least {least}, {works}")
             if most is not None and value > most:
                 raise ValueError(f"{each.name}={value} must be at most {most}, {works}")
+
+
+def check_letters(name: str, text: str) -> None:
+    """Refuse, with a ValueError, text with letters that UTF-8 has not, such as bytes of another encoding."""
+    try:
+        text.encode()
+    except UnicodeEncodeError as error:
+        raise ValueError(
+            f"{name}={text!r} is not text in UTF-8 (letter {error.start}): type it anew, or set LC_ALL=C.UTF-8"
+        ) from None

@@ -26,6 +26,12 @@ def active_parameters(config: ModelConfig) -> int:
     return config.layers * block + _count(one.head) + tied
 
 
+def _dense(config: ModelConfig) -> int:
+    """FLOPs of one token in products with parameters: 6 for each, 4 for a frozen one."""
+    frozen = active_parameters(replace(config, lora=None)) if config.lora else 0
+    return 6 * active_parameters(config) - 2 * frozen
+
+
 def per_token(config: ModelConfig, length: int) -> int:
     """FLOPs of one token, forward and backward: 6 N + 12 L T N_heads H.
 
@@ -36,5 +42,22 @@ def per_token(config: ModelConfig, length: int) -> int:
     """
     spec = config.attention
     seen = min(length, spec.window or length)
-    frozen = active_parameters(replace(config, lora=None)) if config.lora else 0
-    return 6 * active_parameters(config) - 2 * frozen + 12 * config.layers * seen * spec.heads * spec.head_dim
+    return _dense(config) + 12 * config.layers * seen * spec.heads * spec.head_dim
+
+
+def per_token_causal(config: ModelConfig, length: int) -> int:
+    """As `per_token`, but attention counts only what a token may see, on average T / 2: 6 N + 6 L T N_heads H.
+
+    With a window W below T that average is W - W^2 / 2T.
+    """
+    spec = config.attention
+    seen = min(length, spec.window or length)
+    return _dense(config) + 6 * config.layers * (2 * seen - seen * seen // length) * spec.heads * spec.head_dim
+
+
+_N = "N without embeddings, a tied table once, 4 N where frozen"
+# Both counts by the names of the MFU that they give, in words and as functions.
+COUNTS = {
+    "mfu": (f"6 N + 12 L T N_heads H (PaLM, as if not causal), {_N}", per_token),
+    "mfu_causal": ("6 N + 6 L T N_heads H (causal), N likewise", per_token_causal),
+}

@@ -16,6 +16,7 @@ def test_gpt2_by_hand() -> None:
     assert active == 124_439_808 - 1024 * 768  # the published number of parameters, without positions
     assert flops.active_parameters(PRESETS["gpt2"]) == active
     assert flops.per_token(PRESETS["gpt2"], 1024) == 6 * active + 12 * 12 * 1024 * 12 * 64 == 855_166_464
+    assert flops.per_token_causal(PRESETS["gpt2"], 1024) == 6 * active + 6 * 12 * 1024 * 12 * 64
 
 
 def test_mixtral_by_hand() -> None:
@@ -44,3 +45,14 @@ def test_a_window_bounds_attention() -> None:
     near = replace(config, window=64)
     assert flops.per_token(near, 32) == flops.per_token(config, 32)
     assert flops.per_token(near, 256) == flops.per_token(config, 64)
+
+
+def test_a_causal_window() -> None:
+    """Of 256 tokens the first 64 see 1 to 64, the others 64 each: by pairs, and by the formula to half a token."""
+    config = replace(PRESETS["llama3-tiny"], window=64)
+    spec = config.attention
+    pairs = sum(min(i + 1, 64) - 0.5 for i in range(256)) / 256
+    attention = flops.per_token_causal(config, 256) - 6 * flops.active_parameters(config)
+    each = 12 * config.layers * spec.heads * spec.head_dim
+    assert attention / each == pytest.approx(pairs, abs=0.5)
+    assert flops.per_token_causal(config, 32) == flops.per_token_causal(PRESETS["llama3-tiny"], 32)

@@ -87,7 +87,7 @@ COUNTS = [
 @pytest.mark.parametrize(("command", "name"), WORDS)
 def test_no_word_is_empty(command: str, name: str, capsys: pytest.CaptureFixture, tmp_path: Path) -> None:
     """From the command line and from a file, of every command."""
-    many = name in ("input", "input_bin", "input_val_bin", "lora_target_modules")
+    many = name in ("input", "input_bin", "input_val_bin", "lora_target_modules", "peer")
     (tmp_path / "c.toml").write_text(f'{name} = [""]\n' if many else f'{name} = ""\n')
     for words in ([f"--{name}", ""], [f"--{name}="], ["--config", str(tmp_path / "c.toml")]):
         line = refusal(capsys, command, *words)
