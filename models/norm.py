@@ -65,17 +65,17 @@ def _backward(
     x_BTD: jax.Array, g_BTD: jax.Array, scale_D: jax.Array, mean_BT1: jax.Array | None, rstd_BT1: jax.Array
 ) -> tuple[jax.Array, jax.Array, jax.Array]:
     """By `kernels.norm_backward` on a GPU."""
-    args = (x_BTD, g_BTD, scale_D, *(() if mean_BT1 is None else (mean_BT1,)), rstd_BT1)
-    unpack = lambda args: args if len(args) == 5 else (*args[:3], None, args[3])
 
-    def kernel(*args: jax.Array) -> tuple[jax.Array, jax.Array, jax.Array]:
-        x, g, scale_D, mean, rstd = unpack(args)
+    def kernel(
+        x: jax.Array, g: jax.Array, scale_D: jax.Array, mean: jax.Array | None, rstd: jax.Array
+    ) -> tuple[jax.Array, jax.Array, jax.Array]:
         x_ND, g_ND = (a.reshape(-1, a.shape[-1]) for a in (x, g))
         mean_N = None if mean is None else mean.reshape(-1)
-        dx_ND, *sums = kernels.norm_backward(x_ND, g_ND, scale_D, mean_N, rstd.reshape(-1))
-        return dx_ND.reshape(x.shape), *sums
+        dx_ND, dscale_D, dbias_D = kernels.norm_backward(x_ND, g_ND, scale_D, mean_N, rstd.reshape(-1))
+        return dx_ND.reshape(x.shape), dscale_D, dbias_D
 
-    return jax.lax.platform_dependent(*args, cuda=kernel, default=lambda *args: _plain_backward(*unpack(args)))
+    args = (x_BTD, g_BTD, scale_D, mean_BT1, rstd_BT1)
+    return jax.lax.platform_dependent(*args, cuda=kernel, default=_plain_backward)
 
 
 def _plain_backward(
