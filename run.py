@@ -34,6 +34,7 @@ from jax.experimental import multihost_utils
 import models
 from jaxpp import (
     bench,
+    bench_slots,
     checkpoint,
     compare,
     curves,
@@ -52,8 +53,8 @@ from jaxpp import (
 )
 from jaxpp import config as options
 from jaxpp.config import Config, EvalConfig, ExportConfig, GenerateConfig, PlanConfig
-from jaxpp.options import check_letters, check_ranges, parse
-from models import flops, hf, peft
+from jaxpp.options import check_ranges, parse
+from models import flops, hf, peft, prompted
 from models.attention import kernel
 from models.generate import Sampling, generate
 from models.opened import (
@@ -274,39 +275,6 @@ def sampler(
     return sample
 
 
-def run_generate(config: GenerateConfig) -> None:
-    """Print the prompt and its continuation as it comes."""
-    check_ranges(config)
-    if config.load is None or not config.prompt:
-        raise ValueError("generate needs --load FOLDER and --prompt TEXT, for example --load model --prompt 'Once'")
-    check_letters("prompt", config.prompt)
-    model, weight, where, *_ = open_model(config.load, config.lora_load_path)
-    text_of = tokenizer.load(config.tokenizer or where)
-    prompt = text_of.encode(config.prompt)
-    if not 0 < len(prompt) < model.positions:
-        raise ValueError(
-            f"prompt has {len(prompt)} tokens ({text_of.name}), and the model {model.positions} positions, of which at"
-            f" least 1 is for what follows: give a prompt of 1 to {model.positions - 1} tokens"
-        )
-    if len(prompt) + config.max_new_tokens > model.positions:
-        raise ValueError(
-            f"max_new_tokens={config.max_new_tokens} after a prompt of {len(prompt)} tokens is more than the"
-            f" {model.positions} positions of the model: use at most {max(0, model.positions - len(prompt))}"
-        )
-    tokenizer.check_vocabulary(text_of, model.vocab_size)
-    spec = spec_of(model)
-    params = partition.assemble(
-        spec, partition.shardings(spec, mesh.make_mesh(devices=jax.local_devices()[:1])), weight
-    )
-    sampling = Sampling(config.temperature, config.top_k, config.top_p)
-    key = jax.random.key(config.seed)
-    options = (key, sampling, partition.unstack, config.dtype, text_of.end)
-    print(config.prompt, end="", flush=True)
-    for piece in tokenizer.stream(text_of, generate(params, prompt, config.max_new_tokens, *options)):
-        print(piece, end="", flush=True)
-    print()
-
-
 def run_export(config: ExportConfig) -> None:
     """Write a Hugging Face folder, one tensor at a time."""
     if config.load is None or config.to is None:
@@ -390,12 +358,37 @@ def bench_turn(config: bench.BenchConfig) -> dict[str, Any]:
 
 def bench_train(config: bench.BenchConfig) -> int:
     """Measure the training step in turn with peers."""
+    return bench.against(config, bench_turn, name_of_bench(config))
+
+
+def name_of_bench(config: bench.BenchConfig) -> str:
+    """What is measured, in words."""
     resolved, model = model_of_bench(config)
     name = resolved.init_from or resolved.llmc_filepath or resolved.model or DEFAULT_MODEL
-    return bench.against(config, bench_turn, f"{name}, {model.layers} layers")
+    return f"{name}, {model.layers} layers"
 
 
-BENCHES = {"train": bench_train}  # by bench.KINDS
+def slots_turn(config: bench.BenchConfig) -> dict[str, Any]:
+    """Measure a pipeline's slots, in this process."""
+    resolved, model = model_of_bench(config)
+    stages = resolved.pipeline_parallel or 4
+    if not resolved.emulate_devices and mesh.gpus_here():
+        bench_slots.mock_neighbours(stages)
+    model, sizes, _ = lay_out(dataclasses.replace(resolved, pipeline_parallel=stages, data_parallel=1), model)
+    more = {"loss": models.training_loss(model), "trained": trained_type(model)}
+    make_run = lambda grid: train.make_run(resolved, sizes, grid, model.layers, **more)
+    ranks = range(stages) if config.ranks is None else config.ranks
+    found = bench_slots.measure(make_run, builder(model), stages, ranks, model.vocab_size)
+    return found | {"sizes": dataclasses.asdict(sizes), "device": jax.devices()[0].device_kind}
+
+
+def bench_slot_times(config: bench.BenchConfig) -> int:
+    """Measure what each slot of a pipeline costs on each rank."""
+    bench.once(config, slots_turn, name_of_bench(config))
+    return 0
+
+
+BENCHES = {"train": bench_train, "slots": bench_slot_times}  # by bench.KINDS
 
 
 def run_bench(config: bench.BenchConfig) -> int:
@@ -415,7 +408,7 @@ COMMANDS = {
     "train": Command(Config, run_train),
     "plan": Command(PlanConfig, run_plan),
     "tokenize": Command(tokenize.TokenizeConfig, tokenize.run),
-    "generate": Command(GenerateConfig, run_generate),
+    "generate": Command(GenerateConfig, prompted.run),
     "export": Command(ExportConfig, run_export),
     "eval": Command(EvalConfig, run_eval),
     "plot": Command(curves.PlotConfig, curves.run),

@@ -31,7 +31,7 @@ from jaxpp.bench_report import OURS, Turn
 from jaxpp.config import Config
 from jaxpp.options import check_ranges, option
 
-KINDS = ("train",)  # what can be measured; run.py has a function for each
+KINDS = ("train", "slots")  # what can be measured; run.py has a function for each
 WARM_UP = 4  # steps before those that are timed; the first of them compiles
 LAST_LINES = 12  # of a peer that fails
 PACKAGES = ("jax", "jaxlib", "flax", "optax", "numpy")
@@ -67,6 +67,7 @@ class BenchConfig(Config):
         None, "whole command lines, each in quotes, that print 'N tokens/s' (default: none)", str, many=True
     )
     bench_layers: int | None = option(None, "only the model's first layers (default: all)", int, least=1)
+    ranks: tuple[int, ...] | None = option(None, "of slots: stages to measure (default: all)", int, many=True, least=0)
     to: str = option("bench", "folder for bench.json and bench.png")
 
 
@@ -97,6 +98,10 @@ def check(config: BenchConfig) -> None:
                 f"peer={command!r} names no program that is there: give a whole command line, for example"
                 f" --peer 'python peer.py'"
             )
+    stages = config.pipeline_parallel or 4
+    for rank in config.ranks or ():
+        if rank >= stages:
+            raise ValueError(f"ranks={rank} must be below pipeline_parallel={stages}, for example --ranks 0")
     checkpoint.check_writable(config.to, "to")
 
 
@@ -208,6 +213,25 @@ def ratios(turns: Sequence[Turn]) -> dict[str, dict[str, Any]]:
     }
 
 
+def facts(config: BenchConfig, name: str) -> dict[str, Any]:
+    """What every bench.json begins with; name, of what is measured."""
+    return {
+        "what": config.what[0],
+        "name": name,
+        "command": shlex.join(["python", *sys.argv]),
+        "versions": {"python": platform.python_version(), **{package: version(package) for package in PACKAGES}},
+        "options": asdict(config),
+        "xla_flags": os.environ.get("XLA_FLAGS", ""),
+    }
+
+
+def once(config: BenchConfig, function: Callable[[Any], dict[str, Any]], name: str) -> None:
+    """Measure something by one function of the config, in a process of its own, and write bench.json."""
+    path = Path(config.to) / "bench.json"
+    path.write_text(json.dumps(facts(config, name) | in_a_process(function, config), indent=1) + "\n", encoding="utf-8")
+    print(f"wrote {path}", flush=True)
+
+
 def against(config: BenchConfig, turn: Callable[[Any], Turn], name: str) -> int:
     """Measure in turn, and write bench.json after each turn, then bench.png and a table.
 
@@ -215,15 +239,7 @@ def against(config: BenchConfig, turn: Callable[[Any], Turn], name: str) -> int:
     Returns: the exit code, 1 where a turn fails; what was measured before is written then too.
     Raises ValueError for options that our turn refuses.
     """
-    found: dict[str, Any] = {
-        "what": config.what[0],
-        "name": name,
-        "command": shlex.join(["python", *sys.argv]),
-        "versions": {"python": platform.python_version(), **{package: version(package) for package in PACKAGES}},
-        "options": asdict(config),
-        "turns": [],
-        "ratios": {},
-    }
+    found: dict[str, Any] = facts(config, name) | {"turns": [], "ratios": {}}
     path, failed = Path(config.to) / "bench.json", ""
     for i, who in enumerate(order(config.turns, config.peer or ()), 1):
         try:

@@ -84,12 +84,16 @@ def train_step(
     workspace: Tree | None = None,
     scale: jax.Array | None = None,
     frozen: Placed | None = None,
+    tables: tuple[Slots, Slots] | None = None,
+    start: Callable | None = None,
 ) -> Result:
     """One forward and backward of a global batch; arguments as in `value_and_grad`.
 
     workspace: the previous step's, donated, so that the ring is not allocated anew; default a fresh one.
     scale: float32 [], what the loss is multiplied with before its gradients are taken, and they are divided by after.
     frozen: the parameters that have no gradients, where `params` are the others of `partition.split`.
+    tables, start: to measure slots by themselves. Others than the schedule's, alike where those are `constants`, whose
+    columns may be traced; and what the buffers hold at first, in place of `trees.blank`.
     """
     _check(pipeline, params, batch)
     if workspace is None:
@@ -99,12 +103,13 @@ def train_step(
             wire.check(workspace_struct(pipeline, params, batch, key, frozen), workspace, "workspace")
         except ValueError as error:
             raise ValueError(f"the workspace is of another batch or pipeline: {error}") from None
-    tables = (_varying(pipeline.schedule.forward), _varying(pipeline.schedule.backward))
+    own = pipeline.schedule.forward, pipeline.schedule.backward
+    varying = tuple(_varying(one, given) for one, given in zip(own, tables or own, strict=True))
     ring_spec = jax.tree.map(lambda _: PartitionSpec(MANUAL), workspace)
     grads_spec = jax.tree.map(lambda r: partition.manual(r.grad), _rest(pipeline, params))
     out_specs = (PartitionSpec(), grads_spec, ring_spec)
-    step = _mapped(pipeline, _train, out_specs)
-    losses, grads, workspace = step(params, batch, tables, (key, scale), workspace, frozen)
+    step = _mapped(pipeline, partial(_train, start or trees.blank), out_specs)
+    losses, grads, workspace = step(params, batch, varying, (key, scale), workspace, frozen)
     if scale is not None:
         grads = jax.tree.map(lambda g: g / scale, grads)
     return Result(jnp.sum(losses["loss"]), grads, losses["loss"], workspace, losses["metrics"])
@@ -113,7 +118,7 @@ def train_step(
 def eval_step(pipeline: Pipeline, params: Placed, batch: dict[str, jax.Array]) -> tuple[jax.Array, jax.Array]:
     """Forward only, through the same pipeline: loss summed over valid tokens, and their count, float32 [] both."""
     _check(pipeline, params, batch)
-    forward = _varying(pipeline.schedule.forward)
+    forward = _varying(pipeline.schedule.forward, pipeline.schedule.forward)
     tables = (jax.tree.map(lambda a: a[: _forward_ticks(pipeline.schedule)], forward),)
     specs = (PartitionSpec(), PartitionSpec())
     return _mapped(pipeline, _evaluate, specs)(params, batch, tables, (None, None), None)
@@ -204,9 +209,9 @@ def _mapped(pipeline: Pipeline, body: Callable, out_specs: Tree) -> Callable:
     return run
 
 
-def _varying(table: Slots) -> dict[str, jax.Array]:
-    """The columns of a table that are not the same everywhere; the others are its `constants`."""
-    return {k: jnp.asarray(getattr(table, k)) for k in Slots.__dataclass_fields__ if k not in table.constants()}
+def _varying(table: Slots, given: Slots) -> dict[str, jax.Array]:
+    """Those columns of `given` that in a table are not the same everywhere; the others are its `constants`."""
+    return {k: jnp.asarray(getattr(given, k)) for k in Slots.__dataclass_fields__ if k not in table.constants()}
 
 
 def _chunk_table(params: Placed) -> dict[str, jax.Array]:
@@ -238,20 +243,20 @@ def _check(pipeline: Pipeline, params: Placed, batch: dict[str, jax.Array]) -> N
                 raise ValueError(f"batch[{name!r}]: {a.shape[dim]} {what} do not divide over {split}")
 
 
-def _train(ctx: Context, shapes: Shapes, tables: tuple, ring: Tree) -> tuple[dict, Placed, Tree]:
+def _train(start: Callable, ctx: Context, shapes: Shapes, tables: tuple, ring: Tree) -> tuple[dict, Placed, Tree]:
     """The step as one rank sees it: scan the ticks, reduce."""
     pipeline, rest = ctx.pipeline, ctx.rest
     schedule, link = pipeline.schedule, pipeline.wire
     on_wire = wire.on_wire(link, shapes.stream)
-    start = lambda a, r: sharding.constrain_leaf(jnp.zeros(a.shape, pipeline.precision.accumulate), r.names)
-    accumulators = jax.tree.map(start, (ctx.weights, ctx.outer), (rest.blocks, rest.outer))
-    held = {"ring": trees.blank(shapes.ring), "outputs": trees.blank(shapes.stream, schedule.output_slots)}
+    zeros = lambda a, r: sharding.constrain_leaf(jnp.zeros(a.shape, pipeline.precision.accumulate), r.names)
+    accumulators = jax.tree.map(zeros, (ctx.weights, ctx.outer), (rest.blocks, rest.outer))
+    held = {"ring": start(shapes.ring), "outputs": start(shapes.stream, schedule.output_slots)}
     if ring is not None:
         held["ring"] = jax.tree.map(lambda a: a[0], ring)
     carry = (held if schedule.waits else {}) | {
-        "arrived": trees.blank(on_wire, schedule.forward_inbox),
-        "cotangent": trees.blank(shapes.stream),
-        "returned": trees.blank(shapes.stream, schedule.backward_inbox),
+        "arrived": start(on_wire, schedule.forward_inbox),
+        "cotangent": start(shapes.stream),
+        "returned": start(shapes.stream, schedule.backward_inbox),
         "blocks": accumulators[0],
         "outer": accumulators[1],
         "losses": {

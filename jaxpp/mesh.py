@@ -55,6 +55,11 @@ def emulate_devices(count: int) -> None:
     jax.config.update("jax_platforms", "cpu")
 
 
+def gpus_here() -> bool:
+    """Whether the machine has NVIDIA GPUs, told without starting JAX."""
+    return os.path.exists("/dev/nvidiactl")
+
+
 def started(processes: int | None = None) -> int:
     """How many processes there are: as the option says, or the launcher."""
     return processes or max(int(os.environ.get(name, 1)) for name in _STARTED_BY)

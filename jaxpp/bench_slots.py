@@ -1,0 +1,245 @@
+"""What each slot of a pipeline costs on each rank, measured on one GPU where the others are not there.
+
+A rank's program is compiled with its device at its place in the pipe and mocked neighbours, whose transfers take no
+time and bring nothing. The step's tables are arguments, so that one program runs all slots, the F slots alone, the B
+slots alone, and none: differences are the slots' times, and what is left over the ticks is the overhead. Inputs that
+neighbours would send are random numbers.
+
+On emulated devices the others are there, with idle tables.
+
+Legend: S stages, M microbatches, T ticks.
+"""
+
+import dataclasses
+import math
+import re
+import statistics
+import time
+from collections.abc import Callable, Sequence
+from functools import partial
+from typing import Any
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+
+from jaxpp import executor, mesh, partition, remat, schedules, train
+from jaxpp.schedules import IDLE, Schedule, Slots
+
+Tree = Any
+KINDS = {"all": ("forward", "backward"), "forward": ("forward",), "backward": ("backward",), "none": ()}
+RUNS = 5
+LARGE = 2**20  # bytes of a copy that is told of
+
+
+def mock_neighbours(stages: int) -> None:
+    """Let JAX's one GPU be the first of so many; before its first operation. Needs --xla_gpu_shard_autotuning=false,
+    without which the compiler waits for the others."""
+    jax.config.update("mock_num_gpu_processes", stages)
+
+
+def devices_with(rank: int, stages: int) -> list[Any]:
+    """The devices of a pipe, this process's own at its rank."""
+    found = jax.devices()[:stages]
+    mine = next(d for d in found if d.process_index == jax.process_index())
+    others = [d for d in found if d is not mine]
+    return [*others[:rank], mine, *others[rank:]] if jax.process_count() > 1 else found
+
+
+def keeping_inputs(schedule: Schedule) -> Schedule:
+    """A schedule whose arrivals go where nothing is read, so that inputs stay what they were at first."""
+    slots_of = {"forward": schedule.forward_inbox, "backward": schedule.backward_inbox}
+    tables = {
+        kind: dataclasses.replace(table, arrive=np.full_like(table.arrive, slots_of[kind]))
+        for kind, table in (("forward", schedule.forward), ("backward", schedule.backward))
+    }
+    return dataclasses.replace(schedule, **tables)
+
+
+def tables_of(schedule: Schedule, rank: int, kinds: Sequence[str]) -> tuple[Slots, Slots]:
+    """The schedule's tables with all idle but one rank's slots of some kinds."""
+
+    def one(kind: str) -> Slots:
+        table = getattr(schedule, kind)
+        stays = np.zeros_like(table.chunk, bool)
+        stays[:, rank] = kind in kinds
+        columns = {f.name: np.where(stays, getattr(table, f.name), IDLE) for f in dataclasses.fields(table)}
+        return Slots(**columns | {"arrive": table.arrive})
+
+    return one("forward"), one("backward")
+
+
+def random_like(spec: Tree, slots: int | None = None) -> Tree:
+    """`trees.blank` with normal numbers: products of zeros take less power, and so less time."""
+    lead = () if slots is None else (slots,)
+    draw = lambda a: jax.random.normal(jax.random.key(0), (*lead, *a.shape), jnp.float32).astype(a.dtype)
+    return jax.tree.map(draw, spec)
+
+
+def measure_rank(run: train.Run, build: train.Build, rank: int, batch: dict[str, np.ndarray]) -> dict[str, Any]:
+    """Times of one rank's slots, milliseconds, and facts of its program.
+
+    Args: run, of a pipeline whose mesh has this process's device at the rank; batch, of the run, one for all steps.
+    Returns: step_ms, by `KINDS`; forward_ms, backward_ms, of a slot; tick_ms, of an idle tick, with its share of what
+    a step does beside its ticks; predicted_ms, the step's from the slots'; temporary_bytes; copies, see
+    `large_copies`; overlaps, see `overlaps`; compile_seconds.
+    """
+    own = run.pipeline.schedule
+    pipeline = dataclasses.replace(run.pipeline, schedule=keeping_inputs(own))
+    where = partition.shardings(train.placed_spec(run, build), run.mesh)
+    place = jax.jit(lambda key: partition.stack(build(key), run.layout), out_shardings=where)
+    params, data = place(jax.random.key(0)), train.put_batch(run, batch)
+    ring = executor.new_workspace(pipeline, params, data)
+
+    def step(params: Tree, ring: Tree, data: Tree, tables: Tree) -> tuple[Tree, Tree]:
+        result = executor.train_step(
+            pipeline, params, data, None, ring, tables=(Slots(**tables[0]), Slots(**tables[1])), start=random_like
+        )
+        return result.workspace, (result.loss, result.grads)
+
+    tables = {name: tuple(map(vars, tables_of(pipeline.schedule, rank, kinds))) for name, kinds in KINDS.items()}
+    start = time.perf_counter()
+    compiled = jax.jit(step, donate_argnums=1).lower(params, ring, data, tables["all"]).compile()
+    seconds = time.perf_counter() - start
+    held = [ring]
+
+    def run_once(table: Tree) -> Tree:
+        held[0], rest = compiled(params, held[0], data, table)
+        return held[0], rest
+
+    found = {name: _median_ms(partial(run_once, table)) for name, table in tables.items()}
+    counts = {kind: int((getattr(own, kind).chunk[:, rank] != IDLE).sum()) for kind in KINDS["all"]}
+    text, analysis = compiled.as_text() or "", compiled.memory_analysis()
+    slots_ms = {f"{kind}_ms": (found[kind] - found["none"]) / n for kind, n in counts.items()}
+    return {
+        "rank": rank,
+        "step_ms": found,
+        **slots_ms,
+        "tick_ms": found["none"] / own.ticks,
+        "predicted_ms": found["none"] + sum(slots_ms[f"{kind}_ms"] * n for kind, n in counts.items()),
+        "temporary_bytes": analysis.temp_size_in_bytes if analysis else 0,
+        "copies": large_copies(text),
+        "overlaps": overlaps(text),
+        "compile_seconds": seconds,
+    }
+
+
+def measure_bare(run: train.Run, build: train.Build, batch: dict[str, np.ndarray]) -> float:
+    """Milliseconds a microbatch of one chunk's forward and backward in a plain loop that adds up gradients: what the
+    slots of a rank between the first and the last would take if the pipeline cost nothing. Runs on one device."""
+    pipeline = run.pipeline
+    _, spec = executor.workspace_spec(pipeline, train.placed_spec(run, build), run.batch_spec())
+    block = jax.eval_shape(build, jax.random.key(0)).blocks[0]
+    layer = remat.checkpointed(lambda weights, x, known: weights(x, known, None), pipeline.remat)
+
+    def draw() -> tuple[list, Tree, Tree]:
+        weights = [random_like(block) for _ in range(run.layout.places)]
+        small = lambda a: (0.02 * a).astype(pipeline.precision.compute)
+        return jax.tree.map(small, weights), random_like(spec), random_like(spec)
+
+    def loop(weights: list, stream: Tree, cotangent: Tree, micro: dict) -> Tree:
+        def chunk(weights: list, x: Tree, known: dict) -> Tree:
+            for one in weights:
+                x = layer(one, x, known)
+            return x
+
+        def add(total: Tree, known: dict) -> tuple[Tree, Tree]:
+            _, vjp = jax.vjp(lambda w, x: chunk(w, x, known), weights, stream)
+            found, dx = vjp(cotangent)
+            return jax.tree.map(lambda a, g: a + g.astype(a.dtype), total, found), dx
+
+        zeros = jax.tree.map(lambda a: jnp.zeros(a.shape, pipeline.precision.accumulate), weights)
+        return jax.lax.scan(add, zeros, micro)
+
+    micro = {name: jnp.asarray(a[:, : run.config.batch_size]) for name, a in batch.items()}
+    args = (*jax.jit(draw)(), micro)
+    compiled = jax.jit(loop).lower(*args).compile()
+    return _median_ms(lambda: compiled(*args)) / len(micro["tokens"])
+
+
+def _median_ms(call: Callable[[], Any]) -> float:
+    times = []
+    for _ in range(1 + RUNS):
+        begun = time.perf_counter()
+        jax.block_until_ready(call())
+        times.append(time.perf_counter() - begun)
+    return 1e3 * statistics.median(times[1:])
+
+
+_BYTES = {"f64": 8, "f32": 4, "s32": 4, "u32": 4, "bf16": 2, "f16": 2, "s8": 1, "u8": 1, "pred": 1}
+_COPY = re.compile(r"= \(?(\w+)\[([\d,]*)\]\S* (?:copy|copy-start)\(")
+
+
+def large_copies(text: str, least: int = LARGE) -> list[int]:
+    """Bytes of the large copies that a compiled program makes inside its loops and branches: all of its text but the
+    entry, which runs once a step."""
+    inner = re.sub(r"^ENTRY .*?^}", "", text, flags=re.MULTILINE | re.DOTALL)
+    sizes = [
+        _BYTES.get(dtype, 4) * int(np.prod([int(n) for n in dims.split(",") if n]))
+        for dtype, dims in _COPY.findall(inner)
+    ]
+    return sorted((n for n in sizes if n >= least), reverse=True)
+
+
+def overlaps(text: str) -> list[bool]:
+    """For each asynchronous send of a compiled program, whether a slot (a conditional) stands between its start and its
+    end in the order of execution."""
+    found: dict[str, bool] = {}
+    open_sends: set[str] = set()
+    for line in text.splitlines():
+        if begun := re.search(r"%(\S+) = .* collective-permute-start\(", line):
+            open_sends.add(begun[1])
+            found[begun[1]] = False
+        elif ended := re.search(r"collective-permute-done\(.*?%([\w.-]+)\)", line):
+            open_sends.discard(ended[1])
+        elif " conditional(" in line:
+            found |= dict.fromkeys(open_sends, True)
+    return list(found.values())
+
+
+def predict(schedule: Schedule, ranks: Sequence[dict[str, Any]]) -> dict[str, float]:
+    """The step of the whole pipeline from its ranks' slots: the simulator's, with the overhead of the ticks.
+
+    Returns: step_ms; bubble_fraction, of the slots.
+    """
+    cost = lambda key: np.array([[round(1e3 * rank[key])] for rank in ranks])  # microseconds
+    simulation = schedules.simulate(schedule, cost("forward_ms"), cost("backward_ms"))
+    overhead = max(rank["tick_ms"] for rank in ranks) * schedule.ticks
+    return {"step_ms": simulation.makespan / 1e3 + overhead, "bubble_fraction": simulation.bubble_fraction}
+
+
+def measure(
+    make_run: Callable[[Any], train.Run], build: train.Build, stages: int, ranks: Sequence[int], vocab: int
+) -> dict[str, Any]:
+    """Measure ranks of a pipeline one after another, and the plain loop.
+
+    Args: make_run, a mesh -> the run; stages S; ranks, those to measure; vocab, tokens that there are.
+    Returns: ranks, of `measure_rank`; bare_ms, of `measure_bare`; and of `predict`, where all ranks were measured.
+    """
+    found: dict[str, Any] = {"ranks": []}
+    run = make_run(mesh.make_mesh(stages, devices=jax.devices()))
+    sizes = run.sizes
+    shape = (sizes.microbatches, sizes.rows, sizes.length + 1)
+    tokens = np.random.default_rng(run.config.seed).integers(0, vocab, shape, np.int32)
+    batch = {"tokens": tokens[..., :-1], "labels": tokens[..., 1:]}
+    for rank in ranks:
+        run = make_run(mesh.make_mesh(stages, devices=devices_with(rank, stages)))
+        found["ranks"].append(measure_rank(run, build, rank, batch))
+        print(f"rank {rank}: {_line(found['ranks'][-1])}", flush=True)
+    found["bare_ms"] = measure_bare(run, build, batch)
+    print(f"a plain loop over the chunk: {found['bare_ms']:.2f} ms a microbatch", flush=True)
+    if list(ranks) == list(range(stages)):
+        found |= predict(run.pipeline.schedule, found["ranks"])
+        print(f"the pipeline's step, as the simulator says: {found['step_ms']:.1f} ms", flush=True)
+    return found
+
+
+def _line(rank: dict[str, Any]) -> str:
+    step = rank["step_ms"]["all"]
+    return (
+        f"F {rank['forward_ms']:.2f} ms, B {rank['backward_ms']:.2f}, idle tick {rank['tick_ms']:.3f}; step"
+        f" {step:.1f} ms, {step / rank['predicted_ms']:.3f} of what its slots say; temporary"
+        f" {rank['temporary_bytes'] / 2**30:.2f} GiB; copies in loop and branches {rank['copies'] or 'none'}; sends"
+        f" that overlap a slot {sum(rank['overlaps'])} of {len(rank['overlaps'])}; compiled in"
+        f" {rank['compile_seconds']:.0f} s"
+    )
