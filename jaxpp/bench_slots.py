@@ -11,7 +11,6 @@ Legend: S stages, M microbatches, T ticks.
 """
 
 import dataclasses
-import math
 import re
 import statistics
 import time

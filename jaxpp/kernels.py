@@ -14,7 +14,7 @@ from jax.experimental.pallas import triton
 
 # Of the loss: logits that a program has in registers, and its warps. Few rows are at work at a time, so that they stay
 # in the L2 cache from the first look at them to the second.
-BLOCK, WARPS = 2048, 4
+BLOCK, WARPS = 2048, 8
 # Of a norm's backward: programs, each with sums of its own over its rows; elements that one has in registers.
 PROGRAMS, ELEMENTS = 1056, 4096
 

@@ -99,7 +99,8 @@ def bytes_per_device(run: Run, spec: Placed, base: Placed | None, ring: Any, str
     summed_table = prod(jax.eval_shape(_table, whole, stream).shape) if in_chunks and base is None else 0
     moments = {"adamw": 2, "sgd": 0}[run.config.optimizer]
     size = {name: jnp.dtype(getattr(pipeline.precision, name)).itemsize for name in ("param", "compute", "accumulate")}
-    held_by_ring = sum(map(split, jax.tree.leaves(ring)))
+    one_slot = sum(map(split, jax.tree.leaves(ring))) // schedule.ring_slots
+    held_by_ring = one_slot * schedule.ring_slots if schedule.waits else 0
     found = {
         "parameters": held("param") * size["param"] + held("param", frozen) * size["compute"],
         "compute_weights": computed * size["compute"],
@@ -107,7 +108,7 @@ def bytes_per_device(run: Run, spec: Placed, base: Placed | None, ring: Any, str
         "optimizer": moments * held("moment") * size["param"],
         "activations": held_by_ring + buffers // parts,
         # A ring of one slot is not updated in place: as it is written, and as it is read.
-        "slot": held_by_ring // schedule.ring_slots * (2 if schedule.ring_slots == 1 else 1),
+        "slot": one_slot * (2 if schedule.waits and schedule.ring_slots == 1 else 1),
         "logits": 4 * (2 * (min(tokens, losses.CHUNK) if in_chunks else tokens) * vocab + summed_table) // tensor,
     }
     return found | {"total": sum(found.values())}

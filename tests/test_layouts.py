@@ -301,8 +301,8 @@ def text_of(layers: int, **options: Any) -> str:
         ("TP", {"all-reduce": 4}),
         # The same as reduce-scatters, which the CPU writes as all-reduces, and gathers, two of them again for backward.
         ("SP", {"all-reduce": 4, "all-gather": 6}),
-        # Queries there and outputs back, both ways, and both of queries' size; keys and values are half of that.
-        ("CP", {"all-to-all": 6}),
+        # Queries there and outputs back, both ways; keys and values are half of their size.
+        ("CP", {"all-to-all": 4}),
     ],
 )
 def test_collectives_of_a_block(features: str, want: dict[str, int]) -> None:

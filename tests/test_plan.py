@@ -100,10 +100,10 @@ def test_gathering_by_layer_counts(make):
 
 
 def test_logits_are_of_a_chunk_where_there_are_many(make):
-    """2 and 16 rows of 1024 tokens: of them 4096 at a time, float32, and their gradients, then also the table's."""
+    """2 and 16 rows of 1024 tokens: of them 8192 at a time, float32, and their gradients, then also the table's."""
     words = ["--model", "gpt2", "--sequence_length", "1024", "--batch_size"]
     few, many = (make(*words, rows)["bytes_per_device"]["logits"] for rows in ("2", "16"))
-    assert (few, many) == (8 * 2048 * 50257, 8 * 4096 * 50257 + 4 * 768 * 50257)
+    assert (few, many) == (8 * 2048 * 50257, 8 * 8192 * 50257 + 4 * 768 * 50257)
 
 
 def test_activations_do_not_grow_with_microbatches(make):
@@ -193,4 +193,6 @@ def test_bytes_are_those_of_the_real_arrays(case):
     assert found["wire_bytes_per_hop"] == elements * jnp.dtype(found["wire_dtype"]).itemsize
     buffers = schedule.forward_inbox * found["wire_bytes_per_hop"]
     buffers += (schedule.backward_inbox + schedule.output_slots) * elements * stream.dtype.itemsize
-    assert per_device["activations"] - buffers == shard_bytes(state.workspace)
+    # On one stage nothing waits in a ring.
+    assert per_device["activations"] - buffers == (shard_bytes(state.workspace) if schedule.waits else 0)
+    assert (state.workspace is None) == (not schedule.waits)
