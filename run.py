@@ -50,6 +50,7 @@ from jaxpp import (
     tokenize,
     tokenizer,
     train,
+    xla_flags,
 )
 from jaxpp import config as options
 from jaxpp.config import Config, EvalConfig, ExportConfig, GenerateConfig, PlanConfig
@@ -131,6 +132,7 @@ def start_devices(config: Config) -> int:
     """Start JAX on the GPUs, or on emulated devices where there are none. Returns the number of GPUs in use."""
     count = (config.pipeline_parallel or 4) * (config.data_parallel or 1) * config.tensor_parallel
     count *= config.context_parallel * config.expert_parallel
+    xla_flags.apply(config.xla_flags, gpu=not config.emulate_devices)
     if config.precision_check:
         probe.spare_threads(config.emulate_devices or count)
     if config.emulate_devices:

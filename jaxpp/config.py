@@ -133,6 +133,9 @@ class Config:
     emulate_devices: int | None = option(
         None, "run on the CPU as this many devices a process (default without GPUs)", int, least=1, most=1024
     )
+    xla_flags: str | None = option(
+        None, "XLA's flags, over those of the environment and of jaxpp/xla_flags.py: '--xla_A=1 --xla_B=2'", dashed=True
+    )
     coordinator_address: str | None = option(
         None, "host:port of process 0, with several processes (default: what SLURM or Open MPI say)"
     )
@@ -206,6 +209,7 @@ class EvalConfig:
     context_parallel: int | None = option(None, "ranks that share each sequence", int, least=1)
     expert_parallel: int | None = option(None, "ranks that share the experts", int, least=1)
     emulate_devices: int | None = option(None, "run on the CPU as this many devices", int, least=1, most=1024)
+    xla_flags: str | None = option(None, "XLA's flags, over those of the environment and of the table", dashed=True)
     json: bool = option(False, "print one JSON object: loss, perplexity, tokens", bool)
     lora_load_path: str | None = option(None, MERGED)
 

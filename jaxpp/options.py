@@ -26,16 +26,18 @@ def option(
     most: float | None = None,
     many: bool = False,
     positional: bool = False,
+    dashed: bool = False,
 ) -> Any:
     """A dataclass field that is a command line option.
 
     Args: default, None where it is resolved later; text, for --help; type, str, int, float or bool (a flag); choices,
     the allowed words; least and most, the allowed range, checked by `check_ranges` (most of a whole number: MOST);
-    many, one or more values, which come as a tuple; positional, such values are given without the option's name.
+    many, one or more values, which come as a tuple; positional, such values are given without the option's name; dashed,
+    the value begins with dashes.
     """
     most = MOST if most is None and type is int else most
     metadata = {"help": text, "type": type, "choices": choices, "least": least, "most": most, "many": many}
-    return field(default=default, metadata=metadata | {"positional": positional})
+    return field(default=default, metadata=metadata | {"positional": positional, "dashed": dashed})
 
 
 def nearest(name: str, known: Sequence[str] | Mapping[str, Any]) -> str:
@@ -73,7 +75,7 @@ def parse(arguments: Sequence[str], commands: Mapping[str, type], prog: str = "r
     parser.add_argument("--config", metavar="FILE", help="TOML or YAML file of options; the command line wins")
     for each in fields(made):
         _add(parser, each)
-    found, unknown = parser.parse_known_intermixed_args(rest)
+    found, unknown = parser.parse_known_intermixed_args(_joined(rest, made))
     for word in unknown:
         near = get_close_matches(word.split("=")[0].replace("-", "_").replace("__", "--", 1), _words(made), n=1)
         hint = f", did you mean {near[0]}?" if near else " (see --help)"
@@ -121,8 +123,25 @@ def _words(made: type) -> list[str]:
     return ["--config", *(f"--{each.name}" for each in fields(made) if not each.metadata["positional"])]
 
 
+def _joined(words: Sequence[str], made: type) -> list[str]:
+    """Words with a dashed option's value joined to its name, as argparse would take it for an option by itself."""
+    dashed = {f"--{name}" for each in fields(made) if each.metadata["dashed"] for name in _names(each)}
+    found: list[str] = []
+    for word in words:
+        if found and found[-1] in dashed:
+            found[-1] += f"={word}"
+        else:
+            found.append(word)
+    return found
+
+
+def _names(each: Field) -> dict[str, None]:
+    """An option's names without dashes before them: as its field has it, and with dashes for underscores."""
+    return dict.fromkeys((each.name, each.name.replace("_", "-")))
+
+
 def _add(parser: argparse.ArgumentParser, each: Field) -> None:
-    names = dict.fromkeys((f"--{each.name}", f"--{each.name.replace('_', '-')}"))
+    names = [f"--{name}" for name in _names(each)]
     data = each.metadata
     assert each.default is not MISSING
     shown = "" if each.default is None or data["type"] is bool else f" (default: {each.default})"

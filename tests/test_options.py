@@ -23,6 +23,7 @@ class Options:
     kind: str = option("one", "kind", str, ("one", "two"))
     loud: bool = option(False, "loud", bool)
     many_words: tuple[str, ...] = option((), "words", many=True)
+    flags_of: str | None = option(None, "flags", dashed=True)
 
 
 @dataclass(frozen=True)
@@ -65,6 +66,14 @@ def test_the_command_line_wins(config: Any) -> None:
 
 def test_dashes_and_underscores(config: Any) -> None:
     assert parse(["--config", config(**{"many-words": ["x"]})], COMMANDS)[1].many_words == ("x",)
+
+
+@pytest.mark.parametrize("flags", ["--rows", "--a=1", "--a=1 --b", "-a", "a"])
+def test_a_value_may_begin_with_dashes(flags: str) -> None:
+    for words in (["--flags_of", flags], ["--flags-of", flags], [f"--flags_of={flags}"]):
+        assert parse(["--rows", "3", *words, "--loud"], COMMANDS)[1] == Options(3, loud=True, flags_of=flags)
+    with pytest.raises(ValueError, match="--flags_of"):
+        parse(["--flags_of"], COMMANDS)
 
 
 @pytest.mark.parametrize(
