@@ -32,7 +32,7 @@ def option(
 
     Args: default, None where it is resolved later; text, for --help; type, str, int, float or bool (a flag); choices,
     the allowed words; least and most, the allowed range, checked by `check_ranges` (most of a whole number: MOST);
-    many, one or more values, which come as a tuple; positional, such values are given without the option's name; dashed,
+    many, one or more values, as a tuple; positional, such values are given without the name of the option; dashed,
     the value begins with dashes.
     """
     most = MOST if most is None and type is int else most
