@@ -128,7 +128,8 @@ def test_refusals(
     given: str, words: str, capsys: pytest.CaptureFixture, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setenv("XLA_FLAGS", "--xla_of_the_user=1")
-    assert run.main(["--output_dir", str(tmp_path / "out"), "--xla_flags", given]) == 2
+    words_given = ["--output_dir", str(tmp_path / "out"), "--num_iteration", "1", "--xla_flags", given]
+    assert run.main(words_given) == 2
     error = capsys.readouterr().err
     assert error.startswith(f"error: xla_flags={given!r}") and words in error and error.count("\n") == 1
     assert os.environ["XLA_FLAGS"] == "--xla_of_the_user=1" and not (tmp_path / "out").exists()
