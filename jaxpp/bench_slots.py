@@ -2,8 +2,8 @@
 
 A rank's program is compiled with its device at its place in the pipe and mocked neighbours, whose transfers take no
 time and bring nothing. The step's tables are arguments, so that one program runs all slots, the F slots alone, the B
-slots alone, and none: differences are the slots' times, and what is left over the ticks is the overhead. Inputs that
-neighbours would send are random numbers.
+slots alone, and none: differences are the slots' times. A second program has more ticks, all idle: what they take is
+the overhead of a tick. Inputs that neighbours would send are random numbers.
 
 On emulated devices the others are there, with idle tables.
 
@@ -24,10 +24,12 @@ import numpy as np
 
 from jaxpp import executor, mesh, partition, remat, schedules, train
 from jaxpp.schedules import IDLE, Schedule, Slots
+from jaxpp.slots import Pipeline
 
 Tree = Any
 KINDS = {"all": ("forward", "backward"), "forward": ("forward",), "backward": ("backward",), "none": ()}
 RUNS = 5
+IDLE_TICKS = 64  # of the second program, more than the schedule has
 LARGE = 2**20  # bytes of a copy that is told of
 
 
@@ -55,6 +57,18 @@ def keeping_inputs(schedule: Schedule) -> Schedule:
     return dataclasses.replace(schedule, **tables)
 
 
+def with_idle_ticks(schedule: Schedule, more: int) -> Schedule:
+    """A schedule with so many ticks after its last, all idle."""
+
+    def longer(table: Slots) -> Slots:
+        columns = {f.name: getattr(table, f.name) for f in dataclasses.fields(table)}
+        ends = {k: np.full((more, schedule.stages), IDLE, a.dtype) for k, a in columns.items()}
+        ends["arrive"] = np.repeat(table.arrive[-1:], more, axis=0)
+        return Slots(**{k: np.concatenate([a, ends[k]]) for k, a in columns.items()})
+
+    return dataclasses.replace(schedule, forward=longer(schedule.forward), backward=longer(schedule.backward))
+
+
 def tables_of(schedule: Schedule, rank: int, kinds: Sequence[str]) -> tuple[Slots, Slots]:
     """The schedule's tables with all idle but one rank's slots of some kinds."""
 
@@ -79,42 +93,48 @@ def measure_rank(run: train.Run, build: train.Build, rank: int, batch: dict[str,
     """Times of one rank's slots, milliseconds, and facts of its program.
 
     Args: run, of a pipeline whose mesh has this process's device at the rank; batch, of the run, one for all steps.
-    Returns: step_ms, by `KINDS`; forward_ms, backward_ms, of a slot; tick_ms, of an idle tick, with its share of what
-    a step does beside its ticks; predicted_ms, the step's from the slots'; temporary_bytes; copies, see
-    `large_copies`; overlaps, see `overlaps`; compile_seconds.
+    Returns: step_ms, by `KINDS`; forward_ms, backward_ms, of a slot; tick_ms, of an idle tick; fixed_ms, of what a step
+    does beside its ticks; predicted_ms, the step's from the slots'; temporary_bytes; copies, see `large_copies`;
+    overlaps, see `overlaps`; compile_seconds.
     """
     own = run.pipeline.schedule
-    pipeline = dataclasses.replace(run.pipeline, schedule=keeping_inputs(own))
     where = partition.shardings(train.placed_spec(run, build), run.mesh)
     place = jax.jit(lambda key: partition.stack(build(key), run.layout), out_shardings=where)
     params, data = place(jax.random.key(0)), train.put_batch(run, batch)
-    ring = executor.new_workspace(pipeline, params, data)
+    pipeline = dataclasses.replace(run.pipeline, schedule=keeping_inputs(own))
+    longer = dataclasses.replace(pipeline, schedule=with_idle_ticks(pipeline.schedule, IDLE_TICKS))
+    held = [executor.new_workspace(pipeline, params, data)]
 
-    def step(params: Tree, ring: Tree, data: Tree, tables: Tree) -> tuple[Tree, Tree]:
-        result = executor.train_step(
-            pipeline, params, data, None, ring, tables=(Slots(**tables[0]), Slots(**tables[1])), start=random_like
-        )
-        return result.workspace, (result.loss, result.grads)
+    def compiled(pipeline: Pipeline) -> tuple[Any, Callable]:
+        def step(params: Tree, ring: Tree, data: Tree, tables: Tree) -> tuple[Tree, Tree]:
+            result = executor.train_step(
+                pipeline, params, data, None, ring, tables=(Slots(**tables[0]), Slots(**tables[1])), start=random_like
+            )
+            return result.workspace, (result.loss, result.grads)
 
-    tables = {name: tuple(map(vars, tables_of(pipeline.schedule, rank, kinds))) for name, kinds in KINDS.items()}
+        tables = lambda kinds: tuple(map(vars, tables_of(pipeline.schedule, rank, kinds)))
+        program = jax.jit(step, donate_argnums=1).lower(params, held[0], data, tables(KINDS["all"])).compile()
+
+        def run_once(table: Tree) -> Tree:
+            held[0], rest = program(params, held[0], data, table)
+            return held[0], rest
+
+        return program, lambda kinds: _median_ms(partial(run_once, tables(kinds)))
+
     start = time.perf_counter()
-    compiled = jax.jit(step, donate_argnums=1).lower(params, ring, data, tables["all"]).compile()
+    program, milliseconds = compiled(pipeline)
     seconds = time.perf_counter() - start
-    held = [ring]
-
-    def run_once(table: Tree) -> Tree:
-        held[0], rest = compiled(params, held[0], data, table)
-        return held[0], rest
-
-    found = {name: _median_ms(partial(run_once, table)) for name, table in tables.items()}
+    found = {name: milliseconds(kinds) for name, kinds in KINDS.items()}
+    tick = (compiled(longer)[1](KINDS["none"]) - found["none"]) / IDLE_TICKS
     counts = {kind: int((getattr(own, kind).chunk[:, rank] != IDLE).sum()) for kind in KINDS["all"]}
-    text, analysis = compiled.as_text() or "", compiled.memory_analysis()
+    text, analysis = program.as_text() or "", program.memory_analysis()
     slots_ms = {f"{kind}_ms": (found[kind] - found["none"]) / n for kind, n in counts.items()}
     return {
         "rank": rank,
         "step_ms": found,
         **slots_ms,
-        "tick_ms": found["none"] / own.ticks,
+        "tick_ms": tick,
+        "fixed_ms": found["none"] - tick * own.ticks,
         "predicted_ms": found["none"] + sum(slots_ms[f"{kind}_ms"] * n for kind, n in counts.items()),
         "temporary_bytes": analysis.temp_size_in_bytes if analysis else 0,
         "copies": large_copies(text),
@@ -197,13 +217,14 @@ def overlaps(text: str) -> list[bool]:
 
 
 def predict(schedule: Schedule, ranks: Sequence[dict[str, Any]]) -> dict[str, float]:
-    """The step of the whole pipeline from its ranks' slots: the simulator's, with the overhead of the ticks.
+    """The step of the whole pipeline from its ranks' slots: the simulator's, with the overhead of the ticks and what a
+    step does beside them.
 
     Returns: step_ms; bubble_fraction, of the slots.
     """
     cost = lambda key: np.array([[round(1e3 * rank[key])] for rank in ranks])  # microseconds
     simulation = schedules.simulate(schedule, cost("forward_ms"), cost("backward_ms"))
-    overhead = max(rank["tick_ms"] for rank in ranks) * schedule.ticks
+    overhead = max(rank["tick_ms"] * schedule.ticks + rank["fixed_ms"] for rank in ranks)
     return {"step_ms": simulation.makespan / 1e3 + overhead, "bubble_fraction": simulation.bubble_fraction}
 
 
@@ -236,9 +257,9 @@ def measure(
 def _line(rank: dict[str, Any]) -> str:
     step = rank["step_ms"]["all"]
     return (
-        f"F {rank['forward_ms']:.2f} ms, B {rank['backward_ms']:.2f}, idle tick {rank['tick_ms']:.3f}; step"
-        f" {step:.1f} ms, {step / rank['predicted_ms']:.3f} of what its slots say; temporary"
-        f" {rank['temporary_bytes'] / 2**30:.2f} GiB; copies in loop and branches {rank['copies'] or 'none'}; sends"
-        f" that overlap a slot {sum(rank['overlaps'])} of {len(rank['overlaps'])}; compiled in"
+        f"F {rank['forward_ms']:.2f} ms, B {rank['backward_ms']:.2f}, idle tick {rank['tick_ms']:.3f}, beside the ticks"
+        f" {rank['fixed_ms']:.1f}; step {step:.1f} ms, {step / rank['predicted_ms']:.3f} of what its slots say;"
+        f" temporary {rank['temporary_bytes'] / 2**30:.2f} GiB; copies in loop and branches {rank['copies'] or 'none'};"
+        f" sends that overlap a slot {sum(rank['overlaps'])} of {len(rank['overlaps'])}; compiled in"
         f" {rank['compile_seconds']:.0f} s"
     )

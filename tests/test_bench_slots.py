@@ -57,12 +57,23 @@ def test_nothing_is_read_where_arrivals_go(name: str, stages: int) -> None:
         assert not set(table.arrive.flat) & set(table.read.flat)
 
 
+def test_idle_ticks_follow_a_schedule() -> None:
+    own = bench_slots.keeping_inputs(build("1f1b", 3, 5))
+    longer = bench_slots.with_idle_ticks(own, 4)
+    assert longer.ticks == own.ticks + 4
+    for kind in ("forward", "backward"):
+        long, short = vars(getattr(longer, kind)), vars(getattr(own, kind))
+        assert all((long[name][: own.ticks] == short[name]).all() for name in short)
+        assert all((long[name][own.ticks :] == IDLE).all() for name in short if name != "arrive")
+        assert (long["arrive"] == long["arrive"][0]).all()
+
+
 def test_the_simulator_is_given_the_slots_of_each_rank() -> None:
-    """1f1b whose ranks take alike: M + S - 1 slots of either kind; and the ticks' overhead."""
+    """1f1b whose ranks take alike: M + S - 1 slots of either kind; and the ticks' overhead, and the rest."""
     schedule = build("1f1b", 4, 8)
-    ranks = [{"forward_ms": 2.0, "backward_ms": 4.0, "tick_ms": 0.1}] * 4
+    ranks = [{"forward_ms": 2.0, "backward_ms": 4.0, "tick_ms": 0.1, "fixed_ms": 5.0}] * 4
     found = bench_slots.predict(schedule, ranks)
-    assert found["step_ms"] == pytest.approx((8 + 3) * 6.0 + 0.1 * schedule.ticks)
+    assert found["step_ms"] == pytest.approx((8 + 3) * 6.0 + 0.1 * schedule.ticks + 5.0)
     assert found["bubble_fraction"] == pytest.approx(3 / 11)
 
 
@@ -79,6 +90,7 @@ def test_slots_of_a_small_pipeline(capsys: pytest.CaptureFixture[str]) -> None:
     for rank in found["ranks"]:
         steps = rank["step_ms"]
         assert rank["forward_ms"] == pytest.approx((steps["forward"] - steps["none"]) / 3)
+        assert rank["fixed_ms"] == pytest.approx(steps["none"] - rank["tick_ms"] * build("1f1b", 2, 3).ticks)
         assert rank["predicted_ms"] == pytest.approx(steps["forward"] + steps["backward"] - steps["none"])
     assert found["bare_ms"] > 0
     assert "rank 1: F" in capsys.readouterr().out
