@@ -11,9 +11,9 @@ Legend: S stages, M microbatches, T ticks.
 """
 
 import dataclasses
-import re
 import statistics
 import time
+from collections import Counter
 from collections.abc import Callable, Sequence
 from functools import partial
 from typing import Any
@@ -22,7 +22,7 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 
-from jaxpp import executor, mesh, partition, remat, schedules, train
+from jaxpp import executor, hlo, mesh, partition, remat, schedules, train
 from jaxpp.schedules import IDLE, Schedule, Slots
 from jaxpp.slots import Pipeline
 
@@ -30,7 +30,6 @@ Tree = Any
 KINDS = {"all": ("forward", "backward"), "forward": ("forward",), "backward": ("backward",), "none": ()}
 RUNS = 5
 IDLE_TICKS = 64  # of the second program, more than the schedule has
-LARGE = 2**20  # bytes of a copy that is told of
 
 
 def mock_neighbours(stages: int) -> None:
@@ -94,8 +93,8 @@ def measure_rank(run: train.Run, build: train.Build, rank: int, batch: dict[str,
 
     Args: run, of a pipeline whose mesh has this process's device at the rank; batch, of the run, one for all steps.
     Returns: step_ms, by `KINDS`; forward_ms, backward_ms, of a slot; tick_ms, of an idle tick; fixed_ms, of what a step
-    does beside its ticks; predicted_ms, the step's from the slots'; temporary_bytes; copies, see `large_copies`;
-    overlaps, see `overlaps`; compile_seconds.
+    does beside its ticks; predicted_ms, the step's from the slots'; temporary_bytes; copies and overlaps, see `hlo`;
+    compile_seconds.
     """
     own = run.pipeline.schedule
     where = partition.shardings(train.placed_spec(run, build), run.mesh)
@@ -137,8 +136,8 @@ def measure_rank(run: train.Run, build: train.Build, rank: int, batch: dict[str,
         "fixed_ms": found["none"] - tick * own.ticks,
         "predicted_ms": found["none"] + sum(slots_ms[f"{kind}_ms"] * n for kind, n in counts.items()),
         "temporary_bytes": analysis.temp_size_in_bytes if analysis else 0,
-        "copies": large_copies(text),
-        "overlaps": overlaps(text),
+        "copies": hlo.large_copies(text),
+        "overlaps": hlo.overlaps(text),
         "compile_seconds": seconds,
     }
 
@@ -185,37 +184,6 @@ def _median_ms(call: Callable[[], Any]) -> float:
     return 1e3 * statistics.median(times[1:])
 
 
-_BYTES = {"f64": 8, "f32": 4, "s32": 4, "u32": 4, "bf16": 2, "f16": 2, "s8": 1, "u8": 1, "pred": 1}
-_COPY = re.compile(r"= \(?(\w+)\[([\d,]*)\]\S* (?:copy|copy-start)\(")
-
-
-def large_copies(text: str, least: int = LARGE) -> list[int]:
-    """Bytes of the large copies that a compiled program makes inside its loops and branches: all of its text but the
-    entry, which runs once a step."""
-    inner = re.sub(r"^ENTRY .*?^}", "", text, flags=re.MULTILINE | re.DOTALL)
-    sizes = [
-        _BYTES.get(dtype, 4) * int(np.prod([int(n) for n in dims.split(",") if n]))
-        for dtype, dims in _COPY.findall(inner)
-    ]
-    return sorted((n for n in sizes if n >= least), reverse=True)
-
-
-def overlaps(text: str) -> list[bool]:
-    """For each asynchronous send of a compiled program, whether a slot (a conditional) stands between its start and its
-    end in the order of execution."""
-    found: dict[str, bool] = {}
-    open_sends: set[str] = set()
-    for line in text.splitlines():
-        if begun := re.search(r"%(\S+) = .* collective-permute-start\(", line):
-            open_sends.add(begun[1])
-            found[begun[1]] = False
-        elif ended := re.search(r"collective-permute-done\(.*?%([\w.-]+)\)", line):
-            open_sends.discard(ended[1])
-        elif " conditional(" in line:
-            found |= dict.fromkeys(open_sends, True)
-    return list(found.values())
-
-
 def predict(schedule: Schedule, ranks: Sequence[dict[str, Any]]) -> dict[str, float]:
     """The step of the whole pipeline from its ranks' slots: the simulator's, with the overhead of the ticks and what a
     step does beside them.
@@ -256,10 +224,12 @@ def measure(
 
 def _line(rank: dict[str, Any]) -> str:
     step = rank["step_ms"]["all"]
+    copies = [f"{count} of {size / 1e6:.0f} MB" for size, count in Counter(rank["copies"]["others"]).items()]
+    overlaps, addends = rank["overlaps"], len(rank["copies"]["addends"])
     return (
         f"F {rank['forward_ms']:.2f} ms, B {rank['backward_ms']:.2f}, idle tick {rank['tick_ms']:.3f}, beside the ticks"
         f" {rank['fixed_ms']:.1f}; step {step:.1f} ms, {step / rank['predicted_ms']:.3f} of what its slots say;"
-        f" temporary {rank['temporary_bytes'] / 2**30:.2f} GiB; copies in loop and branches {rank['copies'] or 'none'};"
-        f" sends that overlap a slot {sum(rank['overlaps'])} of {len(rank['overlaps'])}; compiled in"
+        f" temporary {rank['temporary_bytes'] / 2**30:.2f} GiB; copies in the loop: {', '.join(copies) or 'none'}, and"
+        f" {addends} that products add to; sends that overlap a slot {sum(overlaps)} of {len(overlaps)}; compiled in"
         f" {rank['compile_seconds']:.0f} s"
     )

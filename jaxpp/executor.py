@@ -255,6 +255,7 @@ def _train(start: Callable, ctx: Context, shapes: Shapes, tables: tuple, ring: T
         held["ring"] = jax.tree.map(lambda a: a[0], ring)
     carry = (held if schedule.waits else {}) | {
         "arrived": start(on_wire, schedule.forward_inbox),
+        "arrival": start(on_wire),
         "cotangent": start(shapes.stream),
         "returned": start(shapes.stream, schedule.backward_inbox),
         "blocks": accumulators[0],
@@ -268,13 +269,14 @@ def _train(start: Callable, ctx: Context, shapes: Shapes, tables: tuple, ring: T
     def tick(before: dict, row: tuple[dict, dict]) -> tuple[dict, None]:
         f, b = (known | jax.tree.map(lambda a: a[0], one) for known, one in zip(constants, row, strict=True))
         carry = held | before
+        # What arrives is read in the next tick at the earliest: nothing in this one waits for the forward send.
+        carry["arrived"] = trees.put(carry["arrived"], f["arrive"], carry["arrival"])
         returned = wire.backward_send(link, shapes.stream, carry["cotangent"])
         carry["ring"], carry["outputs"], out = slots.forward_slot(ctx, shapes, f, carry)
         carry["returned"] = trees.put(carry["returned"], b["arrive"], returned)
-        arrival = wire.forward_send(link, shapes.stream, out)
+        carry["arrival"] = wire.forward_send(link, shapes.stream, out)
         *totals, carry["cotangent"] = slots.backward_slot(ctx, shapes, b, carry)
         carry |= dict(zip(("blocks", "outer", "losses"), totals, strict=True))
-        carry["arrived"] = trees.put(carry["arrived"], f["arrive"], arrival)
         return {name: carry[name] for name in before}, None
 
     constants = (schedule.forward.constants(), schedule.backward.constants())
@@ -310,9 +312,10 @@ def _evaluate(ctx: Context, shapes: Shapes, tables: tuple, ring: None) -> tuple[
     link = pipeline.wire
     on_wire = wire.on_wire(link, shapes.stream)
 
-    def tick(carry: tuple[Tree, jax.Array], row: tuple[dict]) -> tuple[tuple[Tree, jax.Array], None]:
-        arrived, total = carry
+    def tick(carry: tuple[Tree, Tree, jax.Array], row: tuple[dict]) -> tuple[tuple[Tree, Tree, jax.Array], None]:
+        arrived, arrival, total = carry
         f = constants | jax.tree.map(lambda a: a[0], row[0])
+        arrived = trees.put(arrived, f["arrive"], arrival)
         c, m = f["chunk"], f["microbatch"]
 
         @jax.named_scope("forward_slot")
@@ -323,10 +326,9 @@ def _evaluate(ctx: Context, shapes: Shapes, tables: tuple, ring: None) -> tuple[
             return total + sharding.cond(f["output"] != IDLE, loss, lambda: jnp.zeros(())), out
 
         total, out = sharding.cond(c != IDLE, run, lambda total: (total, trees.blank(shapes.stream)), total)
-        arrival = wire.forward_send(link, shapes.stream, out)
-        return (trees.put(arrived, f["arrive"], arrival), total), None
+        return (arrived, wire.forward_send(link, shapes.stream, out), total), None
 
     constants = pipeline.schedule.forward.constants()
-    start = (trees.blank(on_wire, pipeline.schedule.forward_inbox), jnp.zeros(()))
-    (_, total), _ = jax.lax.scan(tick, start, tables, length=_forward_ticks(pipeline.schedule))
+    start = (trees.blank(on_wire, pipeline.schedule.forward_inbox), trees.blank(on_wire), jnp.zeros(()))
+    (*_, total), _ = jax.lax.scan(tick, start, tables, length=_forward_ticks(pipeline.schedule))
     return jax.lax.psum(total, MANUAL), ctx.count

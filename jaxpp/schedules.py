@@ -28,8 +28,8 @@ class Slots:
     chunk, microbatch: what is computed.
     ring: where in the rank's ring the forward's residuals stand, from its F to its B.
     read: the inbox slot that holds the input; -1 where the input comes from the embedding (F) or the loss (B).
-    arrive: the inbox slot that an arrival is written to, never one still to be read: forward what was sent in the same
-    tick, after it; backward what was sent in the tick before, before B.
+    arrive: the inbox slot that what was sent in the tick before is written to, before the slot reads; never one still
+    to be read.
     output: where the last chunk's output stands from its F to its B; -1 on every other chunk.
     """
 
@@ -178,7 +178,7 @@ def _tables(
             last = [(chunks - 1, m) for m in range(microbatches)]
             held = {i: (forward[s][i], backward[s][i] + 1) for i in last}
             _assign(last, held, ((f, "output"), (b, "output")), s)
-        for table, when, step, late in ((f, forward, -1, 0), (b, backward, +1, 1)):
+        for table, when, step in ((f, forward, -1), (b, backward, +1)):
             waits = {}
             for c, m in items:
                 neighbour = divmod(c * stages + s + step, stages)
@@ -188,7 +188,7 @@ def _tables(
             waits |= {("idle", t): (t, t + 1) for t in range(ticks) if t not in arrivals}
             for item, slot in _allocate(waits).items():
                 sent, read = waits[item]
-                table["arrive"][(sent + late) % ticks, s] = slot  # before the first tick nothing waits in any slot
+                table["arrive"][(sent + 1) % ticks, s] = slot  # before the first tick nothing waits in any slot
                 if item[0] != "idle":
                     table["read"][read, s] = slot
     return Schedule(name, stages, chunks, microbatches, Slots(**f), Slots(**b))
@@ -234,8 +234,7 @@ def validate(schedule: Schedule) -> None:
 
     for t in range(schedule.ticks):
         for kind, table, step in (("F", f, 1), ("B", b, -1)):
-            if kind == "B":
-                arrive("B", b, t)  # of the tick before
+            arrive(kind, table, t)
             for s in range(s_):
                 c, m = int(table.chunk[t, s]), int(table.microbatch[t, s])
                 if c == IDLE:
@@ -267,7 +266,6 @@ def validate(schedule: Schedule) -> None:
                     got = outputs[s].get(int(b.output[t, s])) if g == last else m
                     _require(got == m, f"{place} needs its own output, found that of {got}")
                 sent[kind][(s + step) % s_] = (g, m)
-        arrive("F", f, t)
     every = set(itertools.product(range(s_), range(schedule.chunks), range(schedule.microbatches)))
     for kind, items in seen.items():
         for s, c, m in sorted(every - items)[:1]:

@@ -368,19 +368,17 @@ def backward_slot(ctx: Context, shapes: Shapes, b: dict, carry: dict) -> tuple[l
     """
     c, m = b["chunk"], b["microbatch"]
 
-    def run(
-        bank: int, slot: Any, blocks: list, outer: dict, losses: dict, carry: dict
-    ) -> tuple[list, dict, dict, Tree]:
+    def run(bank: int, slot: Any, blocks: list, outer: dict, losses: dict, held: dict) -> tuple[list, dict, dict, Tree]:
         weights, known = ctx.chunk_weights(c), ctx.known(c, m)
-        kept = at(carry["ring"][bank], slot)
+        kept = at(held["ring"][bank], slot)
         if ctx.pipeline.remat == "full":
             out, kept = _chunk_forward(ctx, weights, known, ctx.counts[c], kept)
         else:
-            out = at(carry["outputs"], jnp.maximum(b["output"], 0))
+            out = at(held["outputs"], jnp.maximum(b["output"], 0))
         outer, losses, cotangent = sharding.cond(
             b["output"] != IDLE,
             partial(_head_backward, ctx, m),
-            lambda outer, losses, out: (outer, losses, at(carry["returned"], jnp.maximum(b["read"], 0))),
+            lambda outer, losses, out: (outer, losses, at(held["returned"], jnp.maximum(b["read"], 0))),
             *(outer, losses, out),
         )
         blocks, cotangent = _chunk_backward(ctx, shapes, c, weights, known, kept, blocks, cotangent)
@@ -390,10 +388,11 @@ def backward_slot(ctx: Context, shapes: Shapes, b: dict, carry: dict) -> tuple[l
         outer = sharding.cond(first, partial(_embed_backward, ctx, m), lambda o, _: o, outer, cotangent)
         return blocks, outer, losses, cotangent
 
-    def idle(blocks: list, outer: dict, losses: dict, carry: dict) -> tuple[list, dict, dict, Tree]:
+    def idle(blocks: list, outer: dict, losses: dict, held: dict) -> tuple[list, dict, dict, Tree]:
         return blocks, outer, losses, blank(shapes.stream)
 
-    args = (carry["blocks"], carry["outer"], carry["losses"], carry)
+    held = {name: carry[name] for name in ("ring", "outputs", "returned")}  # and not what is being sent
+    args = (carry["blocks"], carry["outer"], carry["losses"], held)
     return _run_slot(b, len(shapes.ring), run, idle, *args)
 
 

@@ -9,32 +9,6 @@ import models
 from jaxpp import bench_slots, config, train
 from jaxpp.schedules import IDLE, build
 
-TEXT = """
-%body.1 (p: bf16[4]) -> bf16[4] {
-  %copy.1 = bf16[1024,1024]{1,0} copy(%p), metadata={op_name="x"}
-  %copy.2 = f32[8]{0} copy(%p)
-  %collective-permute-start.1 = (bf16[4]{0}, bf16[4]{0}) collective-permute-start(%p), channel_id=1
-  %conditional.1 = (bf16[4]{0}) conditional(%i, %a, %b), branch_computations={%x, %y}
-  %collective-permute-done.1 = bf16[4]{0} collective-permute-done(%collective-permute-start.1)
-  %collective-permute-start.2 = (bf16[4]{0}, bf16[4]{0}) collective-permute-start(%p), channel_id=2
-  %collective-permute-done.2 = bf16[4]{0} collective-permute-done((bf16[4]{0}, bf16[4]{0}) %collective-permute-start.2)
-  %conditional.2 = (bf16[4]{0}) conditional(%i, %a, %b), branch_computations={%x, %y}
-}
-
-ENTRY %main (p: f32[8]) -> f32[8] {
-  %copy.3 = f32[2048,2048]{1,0} copy(%p)
-}
-"""
-
-
-def test_large_copies_are_those_of_loops_and_branches() -> None:
-    assert bench_slots.large_copies(TEXT) == [2 * 1024**2]
-    assert bench_slots.large_copies(TEXT, 1) == [2 * 1024**2, 32]
-
-
-def test_a_send_overlaps_where_a_slot_stands_between_its_start_and_its_end() -> None:
-    assert bench_slots.overlaps(TEXT) == [True, False]
-
 
 @pytest.mark.parametrize("kinds", bench_slots.KINDS.values(), ids=list(bench_slots.KINDS))
 @pytest.mark.parametrize("rank", [0, 2])

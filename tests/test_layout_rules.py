@@ -17,6 +17,7 @@ MAY_IMPORT = {
     "schedules": set(),
     "precision": set(),
     "kernels": set(),
+    "hlo": set(),
     "trees": set(),
     "losses": {"kernels", "mesh", "sharding"},
     "mesh": set(),

@@ -68,3 +68,24 @@ def test_an_embeddings_gradient_is_summed_in_float32(stages: int) -> None:
     got = toy.run(net, batch, stages=stages, precision=jaxpp.resolve("bfloat16"), loss=toy.probe_loss)
     want = reference.value_and_grad(net, batch, loss=toy.probe_loss)
     assert reference.error(got.grads.embed, want.grads.embed) <= 1e-2
+
+
+@pytest.mark.parametrize(("name", "chunks"), [("1f1b", 1), ("gpipe", 1), ("interleaved", 2)])
+def test_a_send_has_a_slot_to_pass_beside(name: str, chunks: int) -> None:
+    """Of a tick's two slots the F waits for no send backward of that tick, the B for none forward."""
+    batch = toy.batch(6)
+    pipeline, params = toy.set_up(toy.model(4), batch, name=name, chunks=chunks)
+    (tick,) = [e.params["jaxpr"].jaxpr for e in toy.equations(toy.step_jaxpr(pipeline, params, batch)) if scans(e)]
+    sends: dict[Any, set] = {}  # that each variable waits for
+    slots_wait = []
+    for eqn in tick.eqns:
+        before = set().union(*(sends.get(v, set()) for v in eqn.invars if not hasattr(v, "val")))
+        own = {tuple(eqn.params["perm"])} if eqn.primitive.name == "ppermute" else set()
+        sends |= dict.fromkeys(eqn.outvars, before | own)
+        slots_wait += [before] if eqn.primitive.name == "cond" else []
+    wrap = {((0, 1),)} if chunks > 1 else set()  # backward, it runs from the first stage to the last
+    assert slots_wait == [set(), {((1, 0),)} | wrap]
+
+
+def scans(eqn: Any) -> bool:
+    return eqn.primitive.name == "scan"
