@@ -130,7 +130,7 @@ def check_split(config: Config, model: models.ModelConfig, sizes: options.Sizes)
 
 def start_devices(config: Config) -> int:
     """Start JAX on the GPUs, or on emulated devices where there are none. Returns the number of GPUs in use."""
-    count = (config.pipeline_parallel or 4) * (config.data_parallel or 1) * config.tensor_parallel
+    count = (config.stages or 4) * (config.data_parallel or 1) * config.tensor_parallel
     count *= config.context_parallel * config.expert_parallel
     xla_flags.apply(config.xla_flags, gpu=not config.emulate_devices)
     if config.precision_check:
@@ -160,12 +160,13 @@ def describe(run: train.Run, model: models.ModelConfig, corpus: str) -> str:
     c, s, device = run.config, run.sizes, jax.devices()[0]
     kind = f"{len(jax.devices())} emulated CPU devices" if device.platform == "cpu" else f"{device.device_kind}"
     chunks = f" x {c.virtual_pipeline_parallel} chunks" if c.virtual_pipeline_parallel > 1 else ""
+    split = f" of {', '.join(map(str, c.layer_split))} layers" if c.layer_split else ""
     others = "".join(f" x {n} {axis}" for axis, n in s.mesh.items() if n > 1 and axis not in (mesh.PIPE, mesh.DATA))
     name = c.init_from or c.llmc_filepath or c.model or DEFAULT_MODEL
     return (
         f"training {name} ({(trained + base) / 1e6:.1f}M parameters{adapters}) on {corpus}: {c.schedule_name} over"
         f" {s.pipe} stages"
-        f"{chunks} x {s.data} replicas{others}, {s.microbatches} microbatches of {s.rows} x {s.length} tokens,"
+        f"{chunks}{split} x {s.data} replicas{others}, {s.microbatches} microbatches of {s.rows} x {s.length} tokens,"
         f" {c.dtype} with {run.pipeline.precision.wire} on the wire, {c.num_iteration} steps, {kind},"
         f" {kernel(model.attention, jax.numpy.dtype(c.dtype), model.dropout > 0)} attention"
         f"{f', dropout {model.dropout}' if model.dropout else ''}"
@@ -373,7 +374,7 @@ def name_of_bench(config: bench.BenchConfig) -> str:
 def slots_turn(config: bench.BenchConfig) -> dict[str, Any]:
     """Measure a pipeline's slots, in this process."""
     resolved, model = model_of_bench(config)
-    stages = resolved.pipeline_parallel or 4
+    stages = resolved.stages or 4
     if not resolved.emulate_devices and mesh.gpus_here():
         bench_slots.mock_neighbours(stages)
     model, sizes, _ = lay_out(dataclasses.replace(resolved, pipeline_parallel=stages, data_parallel=1), model)

@@ -98,7 +98,7 @@ def check(config: BenchConfig) -> None:
                 f"peer={command!r} names no program that is there: give a whole command line, for example"
                 f" --peer 'python peer.py'"
             )
-    stages = config.pipeline_parallel or 4
+    stages = config.stages or 4
     for rank in config.ranks or ():
         if rank >= stages:
             raise ValueError(f"ranks={rank} must be below pipeline_parallel={stages}, for example --ranks 0")

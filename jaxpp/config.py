@@ -11,6 +11,7 @@ from typing import Any
 from jaxpp.data import check_weights
 from jaxpp.mesh import AXES
 from jaxpp.options import check_ranges, nearest, option
+from jaxpp.partition import split_layers
 from jaxpp.precision import DTYPES, parse_dtype
 from jaxpp.profile import parse_span
 from jaxpp.records import parse_check
@@ -45,6 +46,9 @@ class Config:
         None, "stages (default: up to 4, as the devices allow)", int, least=1, most=4096
     )
     virtual_pipeline_parallel: int = option(1, "chunks of layers on each stage", int, least=1, most=4096)
+    layer_split: tuple[int, ...] | None = option(
+        None, "layers of each chunk, in the model's order (default: as even as can be)", int, many=True, least=0
+    )
     data_parallel: int | None = option(
         None, "replicas of the pipeline (default: 1, with GPUs all of them)", int, least=1, most=65536
     )
@@ -156,6 +160,11 @@ class Config:
     def schedule_name(self) -> str:
         """The schedule asked for, or the default for the number of chunks."""
         return self.schedule or ("1f1b" if self.virtual_pipeline_parallel == 1 else "interleaved")
+
+    @property
+    def stages(self) -> int | None:
+        """Stages, where they are given, or the layers of each chunk are."""
+        return self.pipeline_parallel or len(self.layer_split or ()) // self.virtual_pipeline_parallel or None
 
 
 @dataclass(frozen=True)
@@ -326,11 +335,13 @@ def check(config: Config, layers: int, positions: int) -> None:
             f"{config.virtual_pipeline_parallel}: use --schedule interleaved"
         )
     chunks = config.virtual_pipeline_parallel
-    if (config.pipeline_parallel or 1) * chunks > layers:
+    if (config.stages or 1) * chunks > layers:
         raise ValueError(
-            f"pipeline_parallel={config.pipeline_parallel or 1} x virtual_pipeline_parallel={chunks} is more than the"
+            f"pipeline_parallel={config.stages or 1} x virtual_pipeline_parallel={chunks} is more than the"
             f" {layers} layers of the model: use at most --pipeline_parallel {max(1, layers // chunks)}"
         )
+    if config.layer_split is not None:
+        split_layers(layers, config.stages or 1, chunks, config.layer_split)
     if config.min_learning_rate > config.learning_rate:
         raise ValueError(
             f"min_learning_rate={config.min_learning_rate} is above learning_rate={config.learning_rate}, where the"
@@ -400,7 +411,7 @@ def sizes(config: Config, layers: int, positions: int, gpus: int = 0) -> Sizes:
     data, others = config.data_parallel, {name: getattr(config, f"{name}_parallel") for name in AXES[2:]}
     inner = prod(others.values())
     most = min(4, layers // config.virtual_pipeline_parallel, gpus // ((data or 1) * inner) if gpus else 4)
-    pipe = config.pipeline_parallel or max(1, most)
+    pipe = config.stages or max(1, most)
     data = data or max(1, gpus // (pipe * inner))
     length = config.sequence_length or max(1, positions // 4)
     ranks = data * config.expert_parallel

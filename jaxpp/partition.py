@@ -73,20 +73,21 @@ class Layout:
         return [int(n) for n in self.counts().sum(axis=1)]
 
 
-def split_layers(layers: int, stages: int, chunks: int = 1, by_hand: Sequence[int] | None = None) -> Layout:
+def split_layers(layers: int, stages: int, chunks: int = 1, layer_split: Sequence[int] | None = None) -> Layout:
     """Deal L layers to S*C chunks in order, as evenly as whole layers allow, the larger first (30 on 4: 8, 8, 7, 7).
 
-    Args: by_hand, the layers of each global chunk instead.
-    Raises ValueError for a hand-made split of the wrong length or sum, or more stages than layers.
+    Args: layer_split, the layers of each global chunk instead.
+    Raises ValueError for a given split of the wrong length or sum, or more stages than layers.
     """
     total = stages * chunks
-    if by_hand is not None:
-        if len(by_hand) != total or sum(by_hand) != layers or min(by_hand) < 0:
+    if layer_split is not None:
+        if len(layer_split) != total or sum(layer_split) != layers or min(layer_split) < 0:
+            words = lambda numbers: " ".join(map(str, numbers))
             raise ValueError(
-                f"layers per chunk {list(by_hand)} must be {total} numbers >= 0 that sum to {layers},"
-                f" for example {list(split_layers(layers, stages, chunks).layers)}"
+                f"layer_split={words(layer_split)} must be {total} numbers >= 0, of the layers of each chunk, that sum"
+                f" to {layers}: for example {words(split_layers(layers, stages, chunks).layers)}"
             )
-        return Layout(stages, chunks, tuple(by_hand))
+        return Layout(stages, chunks, tuple(layer_split))
     if layers < stages:
         raise ValueError(f"pipeline_parallel={stages} is more than the model's {layers} layers: use at most {layers}")
     size, extra = divmod(layers, total)
@@ -259,14 +260,16 @@ def shardings(placed: Placed, mesh: Any, zero_stage: int = 0, of: str = "param")
     return jax.tree.map(lambda r: NamedSharding(mesh, getattr(r, of)), rest(placed, mesh, zero_stage))
 
 
-def place(model: Any, mesh: Mesh, chunks: int = 1, by_hand: Sequence[int] | None = None, zero_stage: int = 0) -> Placed:
+def place(
+    model: Any, mesh: Mesh, chunks: int = 1, layer_split: Sequence[int] | None = None, zero_stage: int = 0
+) -> Placed:
     """Put a model's parameters on a mesh.
 
-    Args: model, see `Model`; mesh, with a `pipe` axis; chunks a stage; by_hand, layers of each global chunk;
+    Args: model, see `Model`; mesh, with a `pipe` axis; chunks a stage; layer_split, layers of each global chunk;
     zero_stage, of `rest`.
     Raises ValueError as `split_layers` and `stack` do.
     """
-    layout = split_layers(len(model.blocks), mesh.shape[PIPE], chunks, by_hand)
+    layout = split_layers(len(model.blocks), mesh.shape[PIPE], chunks, layer_split)
     parts = Model(model.embed, list(model.blocks), model.head)
     build = partial(stack, layout=layout)
     return jax.jit(build, out_shardings=shardings(jax.eval_shape(build, parts), mesh, zero_stage))(parts)

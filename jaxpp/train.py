@@ -110,7 +110,7 @@ class Run:
 
 def make_run(config: Config, sizes: Sizes, mesh: Any, layers: int, **fields: Any) -> Run:
     """Describe a run; fields, loss and model of `Run`. Raises ValueError where layers and stages do not fit."""
-    layout = partition.split_layers(layers, sizes.pipe, config.virtual_pipeline_parallel)
+    layout = partition.split_layers(layers, sizes.pipe, config.virtual_pipeline_parallel, config.layer_split)
     return Run(config, sizes, mesh, layout, **fields)
 
 

@@ -55,7 +55,8 @@ def refusal(**options) -> str:
 
 
 NUMBERS = {name: option for name, option in OPTIONS.items() if option.metadata["type"] in (int, float)}
-NUMBERS.pop("data_weights")  # the only one of which there may be several
+for of_several in ("data_weights", "layer_split"):
+    NUMBERS.pop(of_several)
 LEAST = {name: option.metadata["least"] for name, option in NUMBERS.items() if not name.endswith("dropout")}
 
 
@@ -259,3 +260,37 @@ def test_more_microbatches_than_a_schedule_has():
 )
 def test_what_would_be_cut_off_is_refused(option, value, most, works):
     assert refusal(**{option: value}) == f"{option}={value} must be at most {most}, for example --{option} {works}"
+
+
+@pytest.mark.parametrize(
+    ("options", "message"),
+    [
+        (
+            {"layer_split": (3, 4)},
+            "layer_split=3 4 must be 2 numbers >= 0, of the layers of each chunk, that sum to 8: for example 4 4",
+        ),
+        (
+            {"layer_split": (4, 4), "pipeline_parallel": 4},
+            "layer_split=4 4 must be 4 numbers >= 0, of the layers of each chunk, that sum to 8: for example 2 2 2 2",
+        ),
+        (
+            {"layer_split": (3, 3, 2), "virtual_pipeline_parallel": 2},
+            "layer_split=3 3 2 must be 2 numbers >= 0, of the layers of each chunk, that sum to 8: for example 4 4",
+        ),
+        ({"layer_split": (9, -1)}, "layer_split=-1 must be at least 0, for example --layer_split 1"),
+    ],
+)
+def test_a_split_that_does_not_fit_is_refused(options, message):
+    assert refusal(**options) == message
+
+
+@pytest.mark.parametrize(
+    ("options", "stages"), [({"layer_split": (5, 3)}, 2), ({"layer_split": (3, 2, 2, 1)}, 4), ({}, 4)]
+)
+def test_a_split_says_how_many_stages_there_are(options, stages):
+    config = Config(**options)
+    check(config, layers=8, positions=256)
+    assert sizes(config, layers=8, positions=256).pipe == stages
+    half = Config(**options, virtual_pipeline_parallel=2)
+    if options:
+        assert sizes(half, layers=8, positions=256).pipe == stages // 2

@@ -87,9 +87,9 @@ def test_loss_and_every_gradient_equal_the_oracles(case: dict) -> None:
 @pytest.mark.parametrize("stages", [2, 3, 4])
 def test_a_stage_may_hold_no_layer_at_all(stages: int) -> None:
     """Also: a third stage meets buffers that two never share."""
-    by_hand = [2, 0, *[1] * (stages - 2)]
-    net, batch = toy.model(sum(by_hand), toy.NARROW), toy.batch(2, vocab=toy.NARROW)
-    assert_parity(toy.run(net, batch, stages=stages, by_hand=by_hand), reference.value_and_grad(net, batch))
+    layer_split = [2, 0, *[1] * (stages - 2)]
+    net, batch = toy.model(sum(layer_split), toy.NARROW), toy.batch(2, vocab=toy.NARROW)
+    assert_parity(toy.run(net, batch, stages=stages, layer_split=layer_split), reference.value_and_grad(net, batch))
 
 
 @pytest.mark.parametrize(

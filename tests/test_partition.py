@@ -68,16 +68,16 @@ def test_a_split_by_hand_stands() -> None:
 
 
 @pytest.mark.parametrize(
-    ("by_hand", "stages", "chunks"), [([3, 3, 3], 2, 1), ([3, 4], 2, 1), ([7, -1], 2, 1), ([3, 3], 2, 2), ([], 2, 1)]
+    ("layer_split", "stages", "chunks"),
+    [([3, 3, 3], 2, 1), ([3, 4], 2, 1), ([7, -1], 2, 1), ([3, 3], 2, 2), ([], 2, 1)],
 )
 def test_a_split_by_hand_that_does_not_fit_is_refused_with_one_that_does(
-    by_hand: list[int], stages: int, chunks: int
+    layer_split: list[int], stages: int, chunks: int
 ) -> None:
-    example = list(split_layers(6, stages, chunks).layers)
-    with pytest.raises(ValueError, match=f"{stages * chunks} numbers >= 0 that sum to 6") as caught:
-        split_layers(6, stages, chunks, by_hand)
-    assert str(by_hand) in str(caught.value)
-    assert str(example) in str(caught.value)
+    example, words = list(split_layers(6, stages, chunks).layers), " ".join(map(str, layer_split))
+    rule = f"must be {stages * chunks} numbers >= 0, of the layers of each chunk, that sum to 6: for example"
+    with pytest.raises(ValueError, match=f"^layer_split={words} {rule} {' '.join(map(str, example))}$"):
+        split_layers(6, stages, chunks, layer_split)
     assert split_layers(6, stages, chunks, example).layers == tuple(example)
 
 
@@ -182,11 +182,13 @@ def test_no_rank_holds_a_big_embedding_or_another_ranks_layers(vocab: int, held:
         assert {shard.index[0].start for shard in leaf.addressable_shards} == {0, 1, 2, 3}
 
 
-@pytest.mark.parametrize(("stages", "chunks", "by_hand"), [(4, 1, None), (2, 2, None), (2, 1, [5, 1]), (1, 1, None)])
-def test_placing_moves_parameters_and_changes_none(stages: int, chunks: int, by_hand: list[int] | None) -> None:
+@pytest.mark.parametrize(
+    ("stages", "chunks", "layer_split"), [(4, 1, None), (2, 2, None), (2, 1, [5, 1]), (1, 1, None)]
+)
+def test_placing_moves_parameters_and_changes_none(stages: int, chunks: int, layer_split: list[int] | None) -> None:
     model = toy.model(6, tied=True)
     mesh = jaxpp.make_mesh(pipe=stages)
-    placed = place(model, mesh, chunks, by_hand)
+    placed = place(model, mesh, chunks, layer_split)
     assert_same(jax.device_get(unstack(placed)), jax.device_get(model))
     rests = jax.tree.map(
         lambda a, sharding: a.sharding.is_equivalent_to(sharding, a.ndim), placed, shardings(placed, mesh)

@@ -183,10 +183,10 @@ def set_up(
     **options: Any,
 ) -> tuple[Pipeline, jaxpp.partition.Placed]:
     """A pipeline for a batch and the model's parameters in their places; options as in `Pipeline`, of `make_mesh`, and
-    by_hand."""
+    layer_split."""
     others = {axis: options.pop(axis) for axis in ("expert", "context", "tensor") if axis in options}
     mesh = jaxpp.make_mesh(pipe=stages, data=data, **others)
-    params = jaxpp.place(net, mesh, chunks, options.pop("by_hand", None), options.get("zero_stage", 0))
+    params = jaxpp.place(net, mesh, chunks, options.pop("layer_split", None), options.get("zero_stage", 0))
     schedule = jaxpp.build(name, stages, len(data_batch["labels"]), chunks)
     return Pipeline(schedule, mesh, options.pop("precision", jaxpp.resolve()), **options), params
 
