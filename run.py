@@ -18,9 +18,7 @@ import io
 import json
 import os
 import shutil
-import signal
 import sys
-import threading
 import warnings
 from collections.abc import Callable, Sequence
 from functools import partial
@@ -29,14 +27,15 @@ from typing import Any, NamedTuple
 
 import jax
 import numpy as np
-from jax.experimental import multihost_utils
 
 import models
 from jaxpp import (
     bench,
     bench_slots,
     checkpoint,
+    commands,
     compare,
+    costs,
     curves,
     feeds,
     mesh,
@@ -53,7 +52,8 @@ from jaxpp import (
     xla_flags,
 )
 from jaxpp import config as options
-from jaxpp.config import Config, EvalConfig, ExportConfig, GenerateConfig, PlanConfig
+from jaxpp.commands import EvalConfig, ExportConfig, GenerateConfig, PlanConfig
+from jaxpp.config import Config
 from jaxpp.options import check_ranges, parse
 from models import flops, hf, peft, prompted
 from models.attention import kernel
@@ -201,7 +201,7 @@ def run_train(config: Config) -> None:
     for option in ("save", "lora_save_path"):
         if getattr(config, option):
             checkpoint.check_writable(getattr(config, option), option)
-    stop = on_sigterm() if config.save else lambda step: False
+    stop = mesh.on_sigterm() if config.save else lambda step: False
     done, quiet = found.step if found else 0, jax.process_index() > 0
     if run.recorder:
         run.recorder.open()
@@ -249,15 +249,6 @@ def describe_options(config: Config, sizes: options.Sizes) -> str:
     return "# python run.py --config THIS_FILE\n" + option_files.to_toml(found)
 
 
-def on_sigterm() -> Callable[[int], bool]:
-    """From now on SIGTERM is only noted; returns a function of the step: whether it has come, to any process."""
-    if jax.process_count() > 1:  # they must stop after the same step, which JAX agrees on
-        return multihost_utils.reached_preemption_sync_point
-    came = threading.Event()
-    signal.signal(signal.SIGTERM, lambda *_: came.set())
-    return lambda step: came.is_set()
-
-
 def sampler(
     run: train.Run, model: models.ModelConfig, tokens: np.ndarray, log: metrics.Log
 ) -> Callable[[partition.Placed], None]:
@@ -302,7 +293,7 @@ def run_eval(given: EvalConfig) -> None:
     if given.load is None:
         raise ValueError("eval needs --load FOLDER, for example --load model")
     model, weight, origin, _, info = open_model(given.load, given.lora_load_path)
-    config = options.of_eval(given, info)
+    config = commands.of_eval(given, info)
     model, sizes, grid = lay_out(config, model)
     run = train.make_run(config, sizes, grid, model.layers)
     where = config.tokenizer or origin
@@ -333,6 +324,11 @@ def run_plan(config: PlanConfig) -> None:
     more = {"loss": models.training_loss(model), "trained": trained_type(model)}
     run = train.make_run(resolved, sizes, grid, model.layers, **more)
     found = plan.make_plan(run, builder(model), config.devices_per_host)
+    if config.measure:
+        small = dataclasses.replace(model, layers=costs.STAGES)
+        pipeline = mocked(commands.of_a_layer(resolved), small, costs.STAGES)
+        ranks = bench_slots.measure_ranks(*pipeline, costs.STAGES, range(costs.STAGES), model.vocab_size)
+        found["measured"] = plan.measured(run, builder(model), costs.of_ranks(list(ranks)))
     if config.json:
         print(json.dumps(found))
     else:
@@ -371,18 +367,23 @@ def name_of_bench(config: bench.BenchConfig) -> str:
     return f"{name}, {model.layers} layers"
 
 
+def mocked(config: Config, model: models.ModelConfig, stages: int) -> tuple[bench_slots.MakeRun, train.Build]:
+    """Start the devices of a pipeline of which one may be there alone. Returns its run by the mesh, and the model's
+    builder."""
+    bench_slots.check(config)
+    if not config.emulate_devices and mesh.gpus_here():
+        bench_slots.mock_neighbours(stages)
+    model, sizes, _ = lay_out(dataclasses.replace(config, pipeline_parallel=stages, data_parallel=1), model)
+    loss = models.training_loss(model)
+    return lambda grid: train.make_run(config, sizes, grid, model.layers, loss=loss), builder(model)
+
+
 def slots_turn(config: bench.BenchConfig) -> dict[str, Any]:
     """Measure a pipeline's slots, in this process."""
     resolved, model = model_of_bench(config)
     stages = resolved.stages or 4
-    if not resolved.emulate_devices and mesh.gpus_here():
-        bench_slots.mock_neighbours(stages)
-    model, sizes, _ = lay_out(dataclasses.replace(resolved, pipeline_parallel=stages, data_parallel=1), model)
-    more = {"loss": models.training_loss(model), "trained": trained_type(model)}
-    make_run = lambda grid: train.make_run(resolved, sizes, grid, model.layers, **more)
     ranks = range(stages) if config.ranks is None else config.ranks
-    found = bench_slots.measure(make_run, builder(model), stages, ranks, model.vocab_size)
-    return found | {"sizes": dataclasses.asdict(sizes), "device": jax.devices()[0].device_kind}
+    return bench_slots.measure(*mocked(resolved, model, stages), stages, ranks, model.vocab_size)
 
 
 def bench_slot_times(config: bench.BenchConfig) -> int:

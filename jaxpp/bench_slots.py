@@ -11,10 +11,11 @@ Legend: S stages, M microbatches, T ticks.
 """
 
 import dataclasses
+import os
 import statistics
 import time
 from collections import Counter
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from functools import partial
 from typing import Any
 
@@ -22,20 +23,34 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 
-from jaxpp import executor, hlo, mesh, partition, remat, schedules, train
+from jaxpp import costs, executor, hlo, mesh, partition, remat, train
+from jaxpp.config import Config
 from jaxpp.schedules import IDLE, Schedule, Slots
 from jaxpp.slots import Pipeline
 
 Tree = Any
+MakeRun = Callable[[Any], train.Run]  # mesh -> run
 KINDS = {"all": ("forward", "backward"), "forward": ("forward",), "backward": ("backward",), "none": ()}
 RUNS = 5
 IDLE_TICKS = 64  # of the second program, more than the schedule has
 
 
+def check(config: Config) -> None:
+    """Check that a stage of a run is one device, and its model all trained. Raises ValueError."""
+    for name in ("tensor_parallel", "context_parallel", "expert_parallel"):
+        if getattr(config, name) > 1:
+            raise ValueError(
+                f"{name}={getattr(config, name)}: slots are measured with one device a stage: use --{name} 1"
+            )
+    if config.lora_rank:
+        raise ValueError(f"lora_rank={config.lora_rank}: slots are measured of whole models: use --lora_rank 0")
+
+
 def mock_neighbours(stages: int) -> None:
-    """Let JAX's one GPU be the first of so many; before its first operation. Needs --xla_gpu_shard_autotuning=false,
-    without which the compiler waits for the others."""
+    """Let JAX's one GPU be the first of so many; before its first operation."""
     jax.config.update("mock_num_gpu_processes", stages)
+    # Otherwise the compiler waits for the others' share of the tuning.
+    os.environ["XLA_FLAGS"] = f"{os.environ.get('XLA_FLAGS', '')} --xla_gpu_shard_autotuning=false"
 
 
 def devices_with(rank: int, stages: int) -> list[Any]:
@@ -185,41 +200,45 @@ def _median_ms(call: Callable[[], Any]) -> float:
 
 
 def predict(schedule: Schedule, ranks: Sequence[dict[str, Any]]) -> dict[str, float]:
-    """The step of the whole pipeline from its ranks' slots: the simulator's, with the overhead of the ticks and what a
-    step does beside them.
-
-    Returns: step_ms; bubble_fraction, of the slots.
-    """
-    cost = lambda key: np.array([[round(1e3 * rank[key])] for rank in ranks])  # microseconds
-    simulation = schedules.simulate(schedule, cost("forward_ms"), cost("backward_ms"))
+    """`costs.step` of the whole pipeline from its ranks' slots, with their ticks and what a step does beside them."""
+    forward, backward = (np.array([[rank[f"{kind}_ms"]] for rank in ranks]) for kind in KINDS["all"])
     overhead = max(rank["tick_ms"] * schedule.ticks + rank["fixed_ms"] for rank in ranks)
-    return {"step_ms": simulation.makespan / 1e3 + overhead, "bubble_fraction": simulation.bubble_fraction}
+    return costs.step(schedule, forward, backward, overhead)
 
 
-def measure(
-    make_run: Callable[[Any], train.Run], build: train.Build, stages: int, ranks: Sequence[int], vocab: int
-) -> dict[str, Any]:
+def random_batch(run: train.Run, vocab: int) -> dict[str, np.ndarray]:
+    """A batch of random tokens, int32 [M, B, T] each."""
+    shape = (run.sizes.microbatches, run.sizes.rows, run.sizes.length + 1)
+    tokens = np.random.default_rng(run.config.seed).integers(0, vocab, shape, np.int32)
+    return {"tokens": tokens[..., :-1], "labels": tokens[..., 1:]}
+
+
+def measure_ranks(
+    make_run: MakeRun, build: train.Build, stages: int, ranks: Sequence[int], vocab: int
+) -> Iterator[dict[str, Any]]:
+    """`measure_rank` of one rank after another; arguments as in `measure`."""
+    for rank in ranks:
+        run = make_run(mesh.make_mesh(stages, devices=devices_with(rank, stages)))
+        yield measure_rank(run, build, rank, random_batch(run, vocab))
+
+
+def measure(make_run: MakeRun, build: train.Build, stages: int, ranks: Sequence[int], vocab: int) -> dict[str, Any]:
     """Measure ranks of a pipeline one after another, and the plain loop.
 
     Args: make_run, a mesh -> the run; stages S; ranks, those to measure; vocab, tokens that there are.
     Returns: ranks, of `measure_rank`; bare_ms, of `measure_bare`; and of `predict`, where all ranks were measured.
     """
     found: dict[str, Any] = {"ranks": []}
+    for one in measure_ranks(make_run, build, stages, ranks, vocab):
+        found["ranks"].append(one)
+        print(f"rank {one['rank']}: {_line(one)}", flush=True)
     run = make_run(mesh.make_mesh(stages, devices=jax.devices()))
-    sizes = run.sizes
-    shape = (sizes.microbatches, sizes.rows, sizes.length + 1)
-    tokens = np.random.default_rng(run.config.seed).integers(0, vocab, shape, np.int32)
-    batch = {"tokens": tokens[..., :-1], "labels": tokens[..., 1:]}
-    for rank in ranks:
-        run = make_run(mesh.make_mesh(stages, devices=devices_with(rank, stages)))
-        found["ranks"].append(measure_rank(run, build, rank, batch))
-        print(f"rank {rank}: {_line(found['ranks'][-1])}", flush=True)
-    found["bare_ms"] = measure_bare(run, build, batch)
+    found["bare_ms"] = measure_bare(run, build, random_batch(run, vocab))
     print(f"a plain loop over the chunk: {found['bare_ms']:.2f} ms a microbatch", flush=True)
     if list(ranks) == list(range(stages)):
         found |= predict(run.pipeline.schedule, found["ranks"])
         print(f"the pipeline's step, as the simulator says: {found['step_ms']:.1f} ms", flush=True)
-    return found
+    return found | {"sizes": dataclasses.asdict(run.sizes), "device": jax.devices()[0].device_kind}
 
 
 def _line(rank: dict[str, Any]) -> str:

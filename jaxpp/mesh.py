@@ -12,11 +12,14 @@ All but `tensor` are manual in the program; `tensor` is left to the compiler.
 """
 
 import os
-from collections.abc import Sequence
+import signal
+import threading
+from collections.abc import Callable, Sequence
 from typing import Any
 
 import jax
 import numpy as np
+from jax.experimental import multihost_utils
 
 PIPE, DATA, EXPERT, CONTEXT, TENSOR = AXES = ("pipe", "data", "expert", "context", "tensor")
 MANUAL = (PIPE, DATA, EXPERT, CONTEXT)
@@ -90,6 +93,15 @@ def join_processes(address: str | None, processes: int | None, index: int | None
             f"the {started(processes)} processes did not meet at {address or 'their host'}: {reason}"
         ) from None
     return True
+
+
+def on_sigterm() -> Callable[[int], bool]:
+    """From now on SIGTERM is only noted; returns a function of the step: whether it has come, to any process."""
+    if jax.process_count() > 1:  # they must stop after the same step, which JAX agrees on
+        return multihost_utils.reached_preemption_sync_point
+    came = threading.Event()
+    signal.signal(signal.SIGTERM, lambda *_: came.set())
+    return lambda step: came.is_set()
 
 
 def make_mesh(

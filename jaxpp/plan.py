@@ -3,6 +3,7 @@
 Legend: S stages, C chunks a stage, T ticks.
 """
 
+from dataclasses import replace
 from math import prod
 from typing import Any
 
@@ -10,7 +11,7 @@ import jax
 import jax.numpy as jnp
 from jax.sharding import PartitionSpec
 
-from jaxpp import executor, losses, partition, render, schedules, wire
+from jaxpp import costs, executor, losses, partition, render, schedules, wire
 from jaxpp.mesh import count
 from jaxpp.partition import Placed
 from jaxpp.train import Build, Run, halves_spec, parameter_count, placed_spec
@@ -58,6 +59,30 @@ def make_plan(run: Run, build: Build, per_host: int = 8) -> dict[str, Any]:
         "wire_dtype": pipeline.precision.wire,
         "wire_bytes_per_hop": _bytes(on_wire) // parts,
         "bytes_per_device": bytes_per_device(run, spec, base, ring, stream),
+    }
+
+
+def measured(run: Run, build: Build, found: costs.Costs) -> dict[str, Any]:
+    """What a step takes, from measured costs, and with the layers balanced by them; as plain data.
+
+    Keys: device; costs_ms, see `costs.Costs`; step_ms and bubble_fraction, without the optimizer, and as if transfers
+    took no longer than the slots beside them; balanced, the same with layer_split and bytes_per_device, the total.
+    """
+    schedule = run.pipeline.schedule
+    layout = costs.balanced(schedule, sum(run.layout.layers), found)
+    spec, base = halves_spec(other := replace(run, layout=layout), build)
+    shapes = executor.workspace_spec(other.pipeline, spec, other.batch_spec(), other.key_spec(), base)
+    return {
+        "device": jax.devices()[0].device_kind,
+        "costs_ms": {
+            name: slot._asdict() if isinstance(slot, costs.Slot) else slot for name, slot in found._asdict().items()
+        },
+        **costs.predict(schedule, run.layout, found),
+        "balanced": {
+            "layer_split": list(layout.layers),
+            **costs.predict(schedule, layout, found),
+            "bytes_per_device": bytes_per_device(other, spec, base, *shapes)["total"],
+        },
     }
 
 
@@ -139,10 +164,27 @@ def as_text(run: Run, plan: dict[str, Any], width: int | None, color: bool) -> s
         ("wire", f"{_size(plan['wire_bytes_per_hop'])} a hop, {plan['wire_dtype']}"),
         ("bytes per device", _size(per_device["total"])),
         *((f"  {name.replace('_', ' ')}", _size(per_device[name])) for name in per_device if name != "total"),
+        *(_measured_rows(plan["measured"]) if "measured" in plan else ()),
     ]
     wide = max(len(name) for name, _ in rows)
     picture = render.as_text(run.pipeline.schedule, width=width, color=color)
     return picture + "\n\n" + "\n".join(f"{name:{wide}}  {value}" for name, value in rows)
+
+
+def _measured_rows(found: dict[str, Any]) -> list[tuple[str, str]]:
+    slot = lambda name: "F {forward:.2f} ms, B {backward:.2f} ms".format(**found["costs_ms"][name])
+    step = lambda of: f"{of['step_ms']:.1f} ms, of its slots {of['bubble_fraction']:.1%} bubble"
+    best = found["balanced"]
+    split = " ".join(map(str, best["layer_split"]))
+    return [
+        ("a layer", f"{slot('layer')}, on {found['device']}"),
+        ("embedding", slot("embed")),
+        ("head and loss", slot("head")),
+        ("an idle tick", f"{found['costs_ms']['tick']:.2f} ms"),
+        ("beside the ticks", f"{found['costs_ms']['beside']:.1f} ms, and the optimizer"),
+        ("step", step(found)),
+        ("balanced", f"{step(best)}, {_size(best['bytes_per_device'])} per device: --layer_split {split}"),
+    ]
 
 
 def _trained(plan: dict[str, Any]) -> str:

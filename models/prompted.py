@@ -3,7 +3,7 @@
 import jax
 
 from jaxpp import mesh, partition, tokenizer
-from jaxpp.config import GenerateConfig
+from jaxpp.commands import GenerateConfig
 from jaxpp.options import check_letters, check_ranges
 from models.generate import Sampling, generate
 from models.opened import open_model, spec_of

@@ -4,7 +4,8 @@ from dataclasses import MISSING, fields
 
 import pytest
 
-from jaxpp.config import MOST_MICROBATCHES, Config, PlanConfig, Sizes, check, sizes
+from jaxpp.commands import PlanConfig
+from jaxpp.config import MOST_MICROBATCHES, Config, Sizes, check, sizes
 from jaxpp.options import parse
 
 COMMANDS = {"train": Config, "plan": PlanConfig}

@@ -196,3 +196,35 @@ def test_bytes_are_those_of_the_real_arrays(case):
     # On one stage nothing waits in a ring.
     assert per_device["activations"] - buffers == (shard_bytes(state.workspace) if schedule.waits else 0)
     assert (state.workspace is None) == (not schedule.waits)
+
+
+def test_what_is_measured_is_told_and_balances_the_layers(make, capsys):
+    """Times on emulated devices say little; what is told of them fits together."""
+    words = ["--model", "gpt2-tiny", "--sequence_length", "32", "--batch_size", "1", "--measure"]
+    found = make(*words)["measured"]
+    ms, best = found["costs_ms"], found["balanced"]
+    assert min(ms["layer"].values()) > 0
+    assert sum(best["layer_split"]) == 8
+    assert best["step_ms"] <= found["step_ms"]
+    assert best["bytes_per_device"] > 0
+    split = [str(n) for n in best["layer_split"]]
+    assert make("--layer_split", *split, *words[2:-1])["bytes_per_device"]["total"] == best["bytes_per_device"]
+    assert run.main(["plan", *words]) == 0
+    lines = dict(line.split("  ", 1) for line in capsys.readouterr().out.splitlines() if "  " in line)
+    assert "--layer_split " in lines["balanced"]
+    assert lines["a layer"].strip().startswith("F ")
+
+
+@pytest.mark.parametrize(
+    ("words", "message"),
+    [
+        (
+            ["--tensor_parallel", "2"],
+            "tensor_parallel=2: slots are measured with one device a stage: use --tensor_parallel 1",
+        ),
+        (["--lora_rank", "4"], "lora_rank=4: slots are measured of whole models: use --lora_rank 0"),
+    ],
+)
+def test_what_cannot_be_measured_is_refused(capsys, words, message):
+    assert run.main(["plan", "--measure", *words]) == 2
+    assert capsys.readouterr().err == f"error: {message}\n"

@@ -11,7 +11,8 @@ import pytest
 
 import run
 from jaxpp import mesh, xla_flags
-from jaxpp.config import Config, EvalConfig, of_eval
+from jaxpp.commands import EvalConfig, of_eval
+from jaxpp.config import Config
 from jaxpp.xla_flags import FLAGS, Flag
 
 ROOT = Path(__file__).parent.parent
